@@ -1,0 +1,32 @@
+"""Which kernel serves a device: C++ on CPU where the library was built, Triton on CUDA."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_pagedkv import native
+
+
+@functools.cache
+def native_kernel(stem: str) -> Callable[..., None] | None:
+    """Return the C++ kernel of an op for CPU tensors, or None where the library is missing."""
+    if not native.is_available():
+        return None
+    return getattr(torch.ops.torch_pagedkv_native, stem).default
+
+
+@functools.cache
+def triton_launcher(stem: str) -> Callable[..., None]:
+    """Return the function that launches an op's Triton kernels; Triton is imported only now."""
+    try:
+        return importlib.import_module(f"torch_pagedkv.triton_kernels.{stem}").launch
+    except ImportError as error:
+        raise NotImplementedError(
+            f"{stem}: device must be cpu where Triton cannot be imported, got cuda; "
+            f"installing triton gives CUDA tensors their kernels ({error})"
+        ) from error
