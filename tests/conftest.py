@@ -1,0 +1,19 @@
+"""Devices: every test that takes ``device`` runs on CPU and on CUDA, and is skipped visibly without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine"),
+    ),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param

@@ -1,0 +1,161 @@
+"""reshape_and_cache: whole buffers compared bit for bit with a write by plain indexing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_pagedkv
+from cases import BF16, E4M3, E5M2, FP16, FP32, WRITE, WriteCase
+from pools import assert_same_bits, bits
+from torch_pagedkv import reference
+
+
+def write_both(case: WriteCase, device: str):
+    """Write a case with the op and with the reference on CPU; return both lists of buffers."""
+    args, scales, buffers = case.build(device)
+    expected_args, expected_scales, expected = case.build("cpu")
+    torch_pagedkv.reshape_and_cache(*args, **scales)
+    reference.reshape_and_cache(*expected_args, **expected_scales)
+    return buffers, expected
+
+
+@pytest.mark.parametrize("case", WRITE, ids=str)
+def test_buffers_equal_reference(case, device):
+    """The reference writes slot by slot; nothing else in the buffers may change, padding included."""
+    buffers, expected = write_both(case, device)
+    for actual, wanted in zip(buffers, expected):
+        assert_same_bits(actual.cpu(), wanted)
+
+
+@pytest.mark.parametrize("case", WRITE[::2], ids=str)
+def test_sources_are_not_altered(case, device):
+    args, scales, _ = case.build(device)
+    sources = [args[0], args[1], args[4], *scales.values()]
+    copies = [t.clone() for t in sources]
+    torch_pagedkv.reshape_and_cache(*args, **scales)
+    for tensor, copy in zip(sources, copies):
+        assert_same_bits(tensor, copy)
+
+
+def test_checkpoint_slot_36(device):
+    """block_size 16, block_table [7, 2, 9], position 20: physical block 2, offset 4, slot 36."""
+    key_cache, value_cache = torch.zeros((2, 10, 16, 1, 8), device=device).unbind(0)
+    slots = torch_pagedkv.compute_slot_mapping(
+        torch.tensor([[7, 2, 9]], device=device), torch.tensor([21], device=device), None, 16, 1
+    )
+    assert slots.tolist() == [36]
+    key = torch.ones((1, 1, 8), device=device)
+    torch_pagedkv.reshape_and_cache(key, 2 * key, key_cache, value_cache, slots)
+    assert (key_cache[2, 4] == 1).all() and (value_cache[2, 4] == 2).all()
+    assert key_cache.count_nonzero() == 8 and value_cache.count_nonzero() == 8
+
+
+def test_copies_keep_every_bit(device):
+    """Same-dtype writes are copies: NaN payloads and negative zeros included."""
+    for dtype in (BF16, FP16):
+        pattern = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).view(8, 64, 128).to(device)
+        pools = [torch.zeros((2, 4, 64, 128), dtype=dtype, device=device) for _ in range(2)]
+        slots = torch.arange(8, device=device)
+        torch_pagedkv.reshape_and_cache(pattern, pattern, *pools, slots)
+        for pool in pools:
+            assert_same_bits(pool.view(8, 64, 128), pattern)
+
+
+@pytest.mark.parametrize("pool_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("scale", [None, 1.0, 0.37, 96.0])
+def test_every_value_converts_as_torch_casts_saturated(scale, dtype, pool_dtype, device):
+    """All 65536 values of a 16-bit dtype, and as many float32 bit patterns, against torch's own cast."""
+    if dtype == FP32:
+        generator = torch.Generator().manual_seed(0)
+        patterns = torch.randint(-(2**31), 2**31, (65536,), generator=generator).to(torch.int32)
+        limit = torch.finfo(pool_dtype).max
+        exact = torch.tensor([limit, limit * 1.03, limit * 1.04, 1e38, torch.inf, -torch.inf, torch.nan, 0.0, -0.0])
+        patterns[: len(exact)] = exact.view(torch.int32)
+        # Around every representable value and every tie between two of them.
+        stored = torch.arange(256, dtype=torch.uint8).view(pool_dtype).float()
+        stored = stored[stored.isfinite()].sort().values
+        ties = (stored[1:] + stored[:-1]) / 2
+        edges = torch.cat([stored, ties, *(t * f for t in (stored, ties) for f in (1 + 1e-6, 1 - 1e-6))])
+        patterns[100 : 100 + len(edges)] = edges.view(torch.int32)
+        values = patterns.view(FP32)
+    else:
+        values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+    source = values.view(8, 64, 128).to(device)
+    pools = [torch.zeros((2, 4, 64, 128), dtype=pool_dtype, device=device) for _ in range(2)]
+    scales = None if scale is None else torch.tensor(scale, device=device)
+    torch_pagedkv.reshape_and_cache(
+        source, source, *pools, torch.arange(8, device=device), k_scale=scales, v_scale=scales
+    )
+    quotient = values.float() if scale is None else values.float() / torch.tensor(scale)
+    limit = torch.finfo(pool_dtype).max
+    expected = bits(quotient.clamp(-limit, limit).to(pool_dtype))
+    not_a_number = torch.where(torch.signbit(values), 0xFF, 0x7F).to(torch.uint8)
+    expected = torch.where(quotient.isnan(), not_a_number, expected)
+    for pool in pools:
+        assert torch.equal(bits(pool).flatten().cpu(), expected)
+
+
+def test_a_slot_given_twice(device):
+    """The last token wins on CPU; on CUDA it is one of them, whole, and nothing else changes."""
+    num_tokens = 40
+    key = torch.arange(1, num_tokens + 1, device=device).view(-1, 1, 1).expand(-1, 4, 128).to(BF16)
+    pools = [torch.zeros((4, 16, 4, 128), dtype=BF16, device=device) for _ in range(2)]
+    slots = torch.tensor([36, 5] * (num_tokens // 2), device=device)
+    torch_pagedkv.reshape_and_cache(key, key, *pools, slots)
+    for pool in pools:
+        for slot, candidates in ((36, range(1, num_tokens, 2)), (5, range(2, num_tokens + 1, 2))):
+            row = pool.view(64, -1)[slot]
+            assert (row == row[0]).all() and row[0].item() in candidates
+            if device == "cpu":
+                assert row[0].item() == candidates[-1]
+        assert pool.count_nonzero() == 2 * 4 * 128
+
+
+def test_large_slots_write_nothing_outside_the_pool(device):
+    """Guard bands on both sides of a pool view; CPU raises and writes nothing, CUDA skips the token."""
+    for slot in (48, 49, 2**31, 2**40, 2**62):
+        buffers = [torch.zeros((5, 16, 2, 8), device=device) for _ in range(2)]
+        pools = [buffer[1:4] for buffer in buffers]
+        key = torch.ones((2, 2, 8), device=device)
+        slots = torch.tensor([3, slot], device=device)
+        if device == "cpu":
+            with pytest.raises(ValueError, match=f"slot_mapping must be below .* = 48, got {slot} at index 1"):
+                torch_pagedkv.reshape_and_cache(key, key, *pools, slots)
+            assert all(buffer.count_nonzero() == 0 for buffer in buffers)
+        else:
+            torch_pagedkv.reshape_and_cache(key, key, *pools, slots)
+            assert all(buffer.count_nonzero() == buffer[1, 3].numel() for buffer in buffers)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "packed_hnd"])
+def test_offsets_past_2_to_the_31(layout, device):
+    """A one-byte pool of over 2 GiB: the last slot is written and read, the wrapped address is not."""
+    num_blocks, block_size, heads, dim = 131080, 16, 8, 128
+    factor = 2 if layout == "packed_hnd" else 1
+    num_blocks //= factor  # key_cache.numel() stays below 2**31, its largest offset does not
+    shape = (num_blocks, heads, block_size, factor * dim) if factor == 2 else (num_blocks, block_size, heads, dim)
+    buffers = [torch.empty(shape, dtype=torch.uint8, device=device).view(E4M3) for _ in range(3 - factor)]
+    if factor == 2:
+        pools = buffers[0].transpose(1, 2).split(dim, dim=-1)
+    else:
+        pools = buffers
+    for pool in pools:
+        for block in (0, 1, num_blocks // 2, num_blocks - 1):
+            pool[block].view(torch.uint8).zero_()
+    key = torch.randn((1, heads, dim), device=device, dtype=BF16)
+    slots = torch.tensor([num_blocks * block_size - 1], device=device)
+    torch_pagedkv.reshape_and_cache(key, key, *pools, slots)
+    for pool in pools:
+        assert_same_bits(pool[-1, -1], reference.quantisation.quantise(key[0].cpu(), E4M3, None).to(device))
+        for block in (0, 1, num_blocks // 2):
+            assert not pool[block].view(torch.uint8).any()
+    table = torch.tensor([[num_blocks - 1]], device=device)
+    pools[0][-1, 0].copy_(pools[0][-1, -1])
+    pools[1][-1, 0].copy_(pools[1][-1, -1])
+    query = torch.randn((1, heads, dim), device=device, dtype=BF16)
+    out = torch_pagedkv.paged_attention(query, *pools, table, torch.tensor([1], device=device))
+    assert_same_bits(out[0], pools[1][-1, -1].float().to(BF16))
+    keys, _ = torch_pagedkv.gather_kv(*pools, table, torch.tensor([16], device=device))
+    assert_same_bits(keys[0, 15], pools[0][-1, -1].to(BF16))
