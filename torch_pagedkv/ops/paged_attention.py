@@ -156,7 +156,9 @@ def paged_attention(
 
 def check_window(op: str, window_size: tuple[int, int]) -> None:
     """Refuse what is no (left, right) pair of -1 or more."""
-    is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if isinstance(window_size, list):  # as the dispatcher hands it on
+        window_size = tuple(window_size)
+    is_pair = isinstance(window_size, tuple) and len(window_size) == 2
     if not is_pair or not all(isinstance(side, int) and side >= -1 for side in window_size):
         raise ValueError(
             f"{op}: window_size must be a pair (left, right) of integers >= -1, got {window_size!r}"
