@@ -1,0 +1,42 @@
+// Spreads work items over torch's threads.
+//
+// Threads draw items one at a time, since items differ in cost (short and long sequences, causal
+// triangles). An item's result must not depend on which thread computes it, nor on how many there are.
+
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+namespace torch_pagedkv {
+
+// Waking a thread costs about as much as moving this many bytes.
+inline constexpr int64_t kBytesPerThread = 64 * 1024;
+
+inline int64_t useful_threads(int64_t items, int64_t bytes) {
+  const int64_t threads = torch::stable::get_num_threads();
+  return std::max<int64_t>(1, std::min({items, threads, bytes / kBytesPerThread}));
+}
+
+// Calls body(thread, item) for every item; `thread` is below `threads` and names a scratch space
+// that no other thread has. body must not throw.
+template <class Body>
+void for_each_item(int64_t threads, int64_t items, const Body& body) {
+  if (threads <= 1) {
+    for (int64_t item = 0; item < items; ++item) body(0, item);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) {
+      for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
+        body(thread, item);
+      }
+    }
+  });
+}
+
+}  // namespace torch_pagedkv
