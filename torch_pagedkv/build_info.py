@@ -1,0 +1,77 @@
+"""What this installation is made of: versions, and which kernels serve which device.
+
+Nothing here initialises CUDA; what is said of CUDA is what the build of torch says of itself.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+from typing import Any
+
+import torch
+
+from torch_pagedkv import native
+
+VERSION = "0.1.0"
+
+
+def build_info() -> dict[str, Any]:
+    """Describe the installation as a dictionary that ``json.dumps`` takes.
+
+    ``kernels`` names, for each device and op, what serves it: ``"C++"`` or ``"reference"`` on CPU,
+    ``"Triton"`` or None on CUDA. ``why`` has a sentence for each device that lacks its kernels.
+
+    Returns:
+        A new dictionary: version, python, torch, torch_cuda (the CUDA version torch was built for,
+        or None), triton, native (library, compiled_with_torch, reason_missing), kernels, why.
+
+    Raises:
+        Nothing.
+
+    Not checked: whether a GPU is present; asking would initialise CUDA.
+
+    Example:
+        >>> import torch_pagedkv
+        >>> torch_pagedkv.build_info()["kernels"]["cpu"]["paged_attention"] in ("C++", "reference")
+        True
+    """
+    library = native.library_path()
+    reason_missing = native.why_missing()
+    why_no_triton = _why_no_triton()
+    on_cpu = "reference" if reason_missing else "C++"
+    on_cuda = None if why_no_triton else "Triton"
+    why = {"cpu": reason_missing, "cuda": why_no_triton}
+    return {
+        "version": VERSION,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "torch_cuda": torch.version.cuda,
+        "triton": _installed_version("triton"),
+        "native": {
+            "library": str(library) if library else None,
+            "compiled_with_torch": native.compiled_with(),
+            "reason_missing": reason_missing,
+        },
+        "kernels": {
+            "cpu": {stem: on_cpu for stem in native.STEMS},
+            "cuda": {stem: on_cuda for stem in native.STEMS},
+        },
+        "why": {device: reason for device, reason in why.items() if reason},
+    }
+
+
+def _why_no_triton() -> str | None:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is not a CUDA build"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install triton"
+    return None
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
