@@ -33,9 +33,14 @@ def fp8_to_float(byte, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def load_as(pointers, mask, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Load elements as DTYPE, decoding bytes if FORMAT names a float8; 0 where mask is False."""
+    if mask is None:
+        loaded = tl.load(pointers)
+    else:
+        loaded = tl.load(pointers, mask=mask, other=0)
     if FORMAT is None:
-        return tl.load(pointers, mask=mask, other=0.0).to(DTYPE)
-    return fp8_to_float(tl.load(pointers, mask=mask, other=0), FORMAT, DTYPE)
+        return loaded
+    else:
+        return fp8_to_float(loaded, FORMAT, DTYPE)
 
 
 @triton.jit
