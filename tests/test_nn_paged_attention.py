@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -85,6 +86,20 @@ def test_every_option_reaches_the_op(option, device):
     )
     if option not in (None, "num_splits"):
         assert not torch.allclose(out.cpu(), expect(rows, make_cache()[0], batch), atol=1e-3)
+
+
+def test_num_splits_reaches_the_op(monkeypatch):
+    seen = []
+    module = sys.modules[PagedAttention.__module__]
+    read = module.paged_attention
+
+    def record(*arguments, **options):
+        seen.append(options["num_splits"])
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(module, "paged_attention", record)
+    make_module(num_splits=2)(*make_rows()[1], make_cache()[0], make_batch())
+    assert seen == [2]
 
 
 @pytest.mark.parametrize(
