@@ -81,6 +81,16 @@ inline FloatVector tanh_of(FloatVector x) {
   return size < 0.625f ? near_zero : (x < 0.0f ? -quotient : quotient);
 }
 
+// Rows of the pool that are needed next: one is fetched into the cache for each row in use.
+struct Ahead {
+  const char* const* rows = nullptr;
+  int64_t row_bytes = 0;
+
+  void fetch(int n) const {
+    for (int64_t offset = 0; offset < row_bytes; offset += 64) __builtin_prefetch(rows[n] + offset);
+  }
+};
+
 // scores[row][key] = dot(query row, key) for a block of rows and a run of keys.
 template <int kRows, int kKeys>
 inline void dot_block(
@@ -107,9 +117,14 @@ inline void dot_rows(
     const float* const* keys,
     int first,
     int last,
-    float* scores) {
+    float* scores,
+    Ahead ahead) {
   int n = first;
-  for (; n + 2 <= last; n += 2) dot_block<kRows, 2>(queries, dim, keys + n, scores + n);
+  for (; n + 2 <= last; n += 2) {
+    ahead.fetch(n);
+    ahead.fetch(n + 1);
+    dot_block<kRows, 2>(queries, dim, keys + n, scores + n);
+  }
   if (n < last) dot_block<kRows, 1>(queries, dim, keys + n, scores + n);
 }
 
@@ -140,9 +155,13 @@ inline void add_visible_values(
     const float* const* values,
     int first,
     int last,
-    const float* weights) {
+    const float* weights,
+    Ahead ahead) {
   int n = first;
-  for (; n + 4 <= last; n += 4) add_values<kRows, 4>(sums, dim, values + n, weights + n);
+  for (; n + 4 <= last; n += 4) {
+    for (int j = 0; j < 4; ++j) ahead.fetch(n + j);
+    add_values<kRows, 4>(sums, dim, values + n, weights + n);
+  }
   for (; n < last; ++n) add_values<kRows, 1>(sums, dim, values + n, weights + n);
 }
 

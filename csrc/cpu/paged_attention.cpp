@@ -91,6 +91,7 @@ struct Scratch {
   int64_t rows, key_dim, value_dim;
   std::vector<float> queries, sums, scores, keys, values;
   std::vector<const float*> key_rows, value_rows;
+  std::vector<const char*> stored_keys, stored_values;
   std::vector<KeyRange> ranges;
   std::vector<RunningSoftmax> softmax;
 
@@ -105,6 +106,8 @@ struct Scratch {
         values(kTile * value_dim),
         key_rows(kTile),
         value_rows(kTile),
+        stored_keys(kTile),
+        stored_values(kTile),
         ranges(rows),
         softmax(rows) {}
 };
@@ -125,12 +128,15 @@ class Item {
 
   void run() {
     const KeyRange keys = begin_rows();
-    for (int64_t tile = keys.low / kTile * kTile; tile < keys.high; tile += kTile) {
-      const int first = static_cast<int>(std::max(keys.low - tile, int64_t{0}));
-      const int last = static_cast<int>(std::min(keys.high - tile, int64_t{kTile}));
-      load_tile(tile, first, last);
+    int64_t tile = keys.low / kTile * kTile;
+    if (!keys.is_empty()) look_up(tile, keys);
+    for (; tile < keys.high; tile += kTile) {
+      take_rows(attention_.key_pool, tile, keys, scratch_.stored_keys, scratch_.keys, scratch_.key_rows);
       score_rows(tile);
       for (int64_t row = 0; row < rows_; ++row) weigh(row, tile);
+      take_rows(
+          attention_.value_pool, tile, keys, scratch_.stored_values, scratch_.values, scratch_.value_rows);
+      if (tile + kTile < keys.high) look_up(tile + kTile, keys);
       add_values_to_rows(tile);
     }
     for (int64_t row = 0; row < rows_; ++row) {
@@ -150,12 +156,15 @@ class Item {
   float* scores_of(int64_t row) const { return scratch_.scores.data() + row * kTile; }
   float* sums_of(int64_t row) const { return scratch_.sums.data() + row * scratch_.value_dim; }
 
-  // The part of a tile that a row sees, as offsets in the tile.
-  std::pair<int, int> visible(int64_t row, int64_t tile) const {
-    const KeyRange& range = scratch_.ranges[row];
+  // The part of a tile that a range covers, as offsets in the tile.
+  static std::pair<int, int> part_of_tile(const KeyRange& range, int64_t tile) {
     return {
         static_cast<int>(std::clamp<int64_t>(range.low - tile, 0, kTile)),
         static_cast<int>(std::clamp<int64_t>(range.high - tile, 0, kTile))};
+  }
+
+  std::pair<int, int> visible(int64_t row, int64_t tile) const {
+    return part_of_tile(scratch_.ranges[row], tile);
   }
 
   // Loads the query rows and returns the keys that any of them sees.
@@ -181,7 +190,9 @@ class Item {
     return keys;
   }
 
-  void load_tile(int64_t tile, int first, int last) {
+  // Finds where the pools hold the tile's positions.
+  void look_up(int64_t tile, const KeyRange& keys) {
+    const auto [first, last] = part_of_tile(keys, tile);
     const int64_t block_size = attention_.key_pool.block_size;
     int64_t column = (tile + first) / block_size;
     int64_t offset = (tile + first) % block_size;
@@ -191,21 +202,32 @@ class Item {
         offset = 0;
         block = blocks_[++column];
       }
-      scratch_.key_rows[n] =
-          float_row(attention_.key_pool, block, offset, scratch_.keys.data() + n * scratch_.key_dim);
-      scratch_.value_rows[n] = float_row(
-          attention_.value_pool, block, offset, scratch_.values.data() + n * scratch_.value_dim);
+      scratch_.stored_keys[n] = attention_.key_pool.at(block, offset, kv_head_);
+      scratch_.stored_values[n] = attention_.value_pool.at(block, offset, kv_head_);
     }
   }
 
-  const float* float_row(const Pool& pool, int64_t block, int64_t offset, float* copy) const {
-    const char* const stored = pool.at(block, offset, kv_head_);
-    if (pool.dtype == ScalarType::Float && rows_ <= kRowsInPlace && pool.dim % kLanes == 0 &&
-        reinterpret_cast<uintptr_t>(stored) % alignof(float) == 0) {
-      return reinterpret_cast<const float*>(stored);
+  // Makes float32 rows of stored ones, in place where they are that already.
+  void take_rows(
+      const Pool& pool,
+      int64_t tile,
+      const KeyRange& keys,
+      const std::vector<const char*>& stored,
+      std::vector<float>& copies,
+      std::vector<const float*>& rows) const {
+    const auto [first, last] = part_of_tile(keys, tile);
+    const bool in_place = pool.dtype == ScalarType::Float && rows_ <= kRowsInPlace &&
+                          pool.dim % kLanes == 0 &&
+                          reinterpret_cast<uintptr_t>(pool.data) % alignof(float) == 0;
+    for (int n = first; n < last; ++n) {
+      if (in_place) {
+        rows[n] = reinterpret_cast<const float*>(stored[n]);
+      } else {
+        float* const copy = copies.data() + n * padded(pool.dim);
+        load_as_float(pool.dtype, stored[n], pool.dim, copy);
+        rows[n] = copy;
+      }
     }
-    load_as_float(pool.dtype, stored, pool.dim, copy);
-    return copy;
   }
 
   void score_rows(int64_t tile) {
@@ -229,7 +251,9 @@ class Item {
           scratch_.key_rows.data(),
           first,
           last,
-          scores_of(row));
+          scores_of(row),
+          // The first rows to go through the keys bring the values into the cache, and conversely.
+          row == 0 ? Ahead{scratch_.stored_values.data(), attention_.value_pool.row_bytes()} : Ahead{});
     }
   }
 
@@ -255,7 +279,13 @@ class Item {
   template <int kRows>
   void add_values_to(int64_t row, int first, int last) {
     add_visible_values<kRows>(
-        sums_of(row), scratch_.value_dim, scratch_.value_rows.data(), first, last, scores_of(row));
+        sums_of(row),
+        scratch_.value_dim,
+        scratch_.value_rows.data(),
+        first,
+        last,
+        scores_of(row),
+        row == 0 ? Ahead{scratch_.stored_keys.data(), attention_.key_pool.row_bytes()} : Ahead{});
   }
 
   // Pairs of rows share the values that both see; what only one sees it adds alone, in its place.
