@@ -55,18 +55,19 @@ def why_missing() -> str | None:
         return f"the C++ kernels are switched off by {DISABLE_VARIABLE}"
     path = library_path()
     if path is None:
-        return f"the C++ kernels were not built: there is no {LIBRARY_NAME} in {Path(__file__).parent}"
-    built_and_running = (
-        f"compiled with torch {compiled_with() or 'of an unknown version'}, "
-        f"running torch {torch.__version__}"
+        directory = Path(__file__).parent
+        return f"the C++ kernels were not built: there is no {LIBRARY_NAME} in {directory}"
+    kernels = (
+        f"the C++ kernels, compiled with torch {compiled_with() or 'of an unknown version'}, "
+        f"in torch {torch.__version__}"
     )
     try:
         torch.ops.load_library(path)
     except (OSError, RuntimeError) as error:
-        return f"the C++ kernels ({built_and_running}) did not load: {error}"
+        return f"{kernels}, did not load: {error}"
     absent = [stem for stem in STEMS if not hasattr(torch.ops.torch_pagedkv_native, stem)]
     if absent:
-        return f"the C++ kernels ({built_and_running}) are of another release: {', '.join(absent)} is missing"
+        return f"{kernels}, are of another release: {', '.join(absent)} is missing"
     return None
 
 
