@@ -82,8 +82,8 @@ def warn_if_missing() -> None:
     if reason is not None and DISABLE_VARIABLE not in reason:
         warnings.warn(
             f"torch_pagedkv: {reason}. CPU tensors are running on the (slower) PyTorch reference; "
-            "reinstall with a C++ compiler: pip install --no-build-isolation --force-reinstall "
-            "--no-deps torch_pagedkv",
+            "reinstall from the source directory with a C++ compiler: "
+            "pip install --no-build-isolation --force-reinstall --no-deps .",
             RuntimeWarning,
             stacklevel=2,
         )

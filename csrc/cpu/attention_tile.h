@@ -211,7 +211,7 @@ inline void weigh_row(
   FloatVector largest = broadcast(-kInfinity);
   for (int n = begin; n < last; n += kLanes) {
     FloatVector score = score_of(load(scores + n), rule, distance + n);
-    for (int lane = 0; lane < kLanes; ++lane) {
+    for (int lane = 0; lane < kLanes && (n < first || n + kLanes > last); ++lane) {
       if (n + lane < first || n + lane >= last) score[lane] = -kInfinity;
     }
     largest = score > largest ? score : largest;
