@@ -1,0 +1,185 @@
+"""Generate with continuous batching on a paged KV cache, and check it against transformers.
+
+Eight prompts of different lengths go through a small language model with real weights. Their
+sequences share a pool that is too small for all of them at once (batching.py shows how that works),
+the model is compiled once for all steps, and every token is compared with transformers' own.
+
+    python docs/examples/generate.py
+    python docs/examples/generate.py --prompt "Why is the sky blue?" --max-new-tokens 100
+    python docs/examples/generate.py --model random --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+# Both are read when transformers is imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch
+from batching import Outcome, Runner, generate
+from console import Progress, draw_pool
+from prompts import PROMPTS
+from smollm2 import Loaded, load
+from transformers.utils import logging as transformers_logging
+from transformers_baseline import end_tokens_of, generate_one_by_one, time_batch
+
+from torch_pagedkv import blocks_for
+from torch_pagedkv.integrations import transformers as paged
+
+
+def main() -> int:
+    args = parse_arguments()
+    progress = Progress()
+    transformers_logging.disable_progress_bar()
+    with progress.working("loading the model (the bundled one is unpacked once)"):
+        loaded = load(args.model, getattr(torch, args.dtype), args.device)
+    questions = args.prompt or list(PROMPTS)
+    prompts = [loaded.encode(question) for question in questions]
+    check_that_each_fits(prompts, args)
+
+    paged.register()
+    outcome, graphs = run_paged(loaded.model, prompts, args, progress)
+    print_texts(questions, outcome, loaded)
+    with progress.working("transformers' generate, all prompts in a batch"):
+        baseline = time_batch(loaded.model, prompts, args.max_new_tokens)
+    print()
+    print_speeds(outcome, baseline)
+    print_pool(outcome, args, progress)
+    print_graphs(outcome, graphs)
+    return 0 if check_tokens(loaded.model, prompts, outcome, args, progress) else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="HF_HUB_OFFLINE=0 in the environment lets --model fetch what is not on disk.",
+    )
+    add = parser.add_argument
+    add("--prompt", action="append", help="a prompt; may be given again (default: eight built in)")
+    add("--prompt-file", type=Path, help="a file with one prompt a line")
+    add("--model", help="a path, a model id, or 'random' (default: SmolLM2-135M-Instruct)")
+    add("--device", default="cpu")
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    add("--max-new-tokens", type=int, default=48)
+    add("--block-size", type=int, default=16, help="tokens in a KV block")
+    add("--num-blocks", type=int, default=32, help="KV blocks in the pool")
+    add("--max-batch", type=int, default=8, help="sequences that run at once")
+    add("--max-tokens", type=int, default=16, help="new tokens that fit into a step")
+    add("--no-compile", action="store_true", help="run the model as it is")
+    args = parser.parse_args()
+    for name in ("max_new_tokens", "block_size", "num_blocks", "max_batch", "max_tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"{name} must be at least 1, got {getattr(args, name)}")
+    if args.prompt_file is not None:
+        lines = args.prompt_file.read_text().splitlines()
+        args.prompt = (args.prompt or []) + [line for line in lines if line.strip()]
+    return args
+
+
+def check_that_each_fits(prompts: list[list[int]], args: argparse.Namespace) -> None:
+    longest = max(map(len, prompts))
+    # The last token is never stored: nothing comes after it.
+    needed = blocks_for(longest + args.max_new_tokens - 1, args.block_size)
+    if needed > args.num_blocks:
+        raise SystemExit(
+            f"generate: --num-blocks must be at least {needed} for a prompt of {longest} tokens "
+            f"and {args.max_new_tokens} new ones, got {args.num_blocks}"
+        )
+
+
+def run_paged(
+    model: torch.nn.Module, prompts: list[list[int]], args: argparse.Namespace, progress: Progress
+) -> tuple[Outcome, int | None]:
+    """Generate on the paged cache; return what came out and the number of compiled graphs."""
+    model.set_attn_implementation(paged.ATTN_IMPLEMENTATION)
+    runner = Runner(
+        model,
+        num_blocks=args.num_blocks,
+        block_size=args.block_size,
+        max_batch=args.max_batch,
+        max_tokens=args.max_tokens,
+    )
+    if not args.no_compile:
+        torch._dynamo.utils.counters.clear()
+        with progress.working("compiling the model, once for all steps"):
+            runner.compile()
+    end_tokens = end_tokens_of(model)
+    outcome = generate(runner, prompts, args.max_new_tokens, end_tokens, progress.show)
+    progress.finish(f"generated {outcome.num_tokens} tokens in {len(outcome.step_sizes)} steps")
+    if args.no_compile:
+        return outcome, None
+    return outcome, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def print_texts(questions: list[str], outcome: Outcome, loaded: Loaded) -> None:
+    for question, sequence in zip(questions, outcome.sequences, strict=True):
+        shown = question if len(question) <= 72 else f"{question[:50]} [...] {question[-15:]}"
+        print(f"\n{sequence.name} {shown}\n  {loaded.decode(sequence.generated)}")
+    print()
+
+
+def print_speeds(outcome: Outcome, baseline: tuple[int, float]) -> None:
+    tokens, seconds = baseline
+    print(
+        f"speed  torch_pagedkv {outcome.num_tokens / outcome.seconds:8.1f} tokens/s   at most "
+        f"{outcome.most_running} of {len(outcome.sequences)} sequences at once, "
+        f"{outcome.num_preempted} times one had to start again"
+    )
+    print(
+        f"       transformers  {tokens / seconds:8.1f} tokens/s   generate() with sdpa, all "
+        f"{len(outcome.sequences)} prompts in one batch, padded on the left"
+    )
+
+
+def print_pool(outcome: Outcome, args: argparse.Namespace, progress: Progress) -> None:
+    lengths = ", ".join(f"{name} {length}" for name, length in outcome.fullest_lengths.items())
+    print(
+        f"\npool   at its fullest, in step {outcome.fullest_step}: {len(outcome.fullest)} of "
+        f"{args.num_blocks} blocks of {args.block_size} tokens, one letter a block\n"
+        f"{draw_pool(outcome.fullest, args.num_blocks, use_colour=progress.is_live)}\n"
+        f"       tokens stored: {lengths}\n"
+    )
+
+
+def print_graphs(outcome: Outcome, graphs: int | None) -> None:
+    if graphs is None:
+        print("graphs not compiled")
+        return
+    print(
+        f"graphs {graphs} compiled, {graphs - 1} recompiles, for {len(outcome.step_sizes)} steps "
+        f"of {min(outcome.step_sizes)} to {max(outcome.step_sizes)} new tokens and lengths up to "
+        f"{outcome.longest}"
+    )
+
+
+def check_tokens(
+    model: torch.nn.Module,
+    prompts: list[list[int]],
+    outcome: Outcome,
+    args: argparse.Namespace,
+    progress: Progress,
+) -> bool:
+    """Compare every token with transformers' greedy ones, each prompt alone, in float32."""
+    if args.dtype != "float32":
+        # In fewer bits two ways to the same sum may well choose different tokens.
+        print(f"the tokens above are {args.dtype}'s; for the check both run again in float32")
+        model = model.float()
+        args = argparse.Namespace(**{**vars(args), "dtype": "float32", "no_compile": True})
+        outcome, _ = run_paged(model, prompts, args, progress)
+    expected = generate_one_by_one(model, prompts, args.max_new_tokens, progress.show)
+    pairs = zip(outcome.sequences, expected, strict=True)
+    same = [sequence.generated == tokens for sequence, tokens in pairs]
+    verdict = "yes" if all(same) else "no"
+    progress.finish(
+        f"tokens identical to transformers' own attention: {verdict} ({sum(same)} of {len(same)})"
+    )
+    return all(same)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""transformers' own ``generate`` on the same model: the yardstick and the oracle of the example."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import transformers
+
+
+def generate_one_by_one(
+    model: torch.nn.Module, prompts: list[list[int]], max_new_tokens: int, show
+) -> list[list[int]]:
+    """Return the greedy tokens of each prompt, each alone: no padding, no batch mates."""
+    results = []
+    for i, prompt in enumerate(prompts):
+        show(f"transformers, prompt {i + 1} of {len(prompts)} alone")
+        results += _generate(model, [prompt], max_new_tokens)
+    return results
+
+
+def time_batch(
+    model: torch.nn.Module, prompts: list[list[int]], max_new_tokens: int
+) -> tuple[int, float]:
+    """Return tokens and seconds of all prompts in one batch, padded left to the longest."""
+    _generate(model, prompts, 2)  # whatever is done only once is done now
+    start = time.perf_counter()
+    results = _generate(model, prompts, max_new_tokens)
+    return sum(map(len, results)), time.perf_counter() - start
+
+
+def end_tokens_of(model: torch.nn.Module) -> list[int]:
+    """Return the tokens that end a sequence."""
+    end_tokens = model.generation_config.eos_token_id
+    if end_tokens is None:
+        return []
+    return [end_tokens] if isinstance(end_tokens, int) else list(end_tokens)
+
+
+@torch.no_grad()
+def _generate(
+    model: torch.nn.Module, prompts: list[list[int]], max_new_tokens: int
+) -> list[list[int]]:
+    end_tokens = end_tokens_of(model)
+    padding = end_tokens[0] if end_tokens else 0
+    width = max(map(len, prompts))
+    padded = [[padding] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    tokens = model.generate(
+        torch.tensor(padded, device=model.device),
+        attention_mask=torch.tensor(mask, device=model.device),
+        generation_config=transformers.GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=end_tokens or None,
+            pad_token_id=padding,
+        ),
+    )
+    model.set_attn_implementation(implementation)
+    return [_until_end(row, end_tokens) for row in tokens[:, width:].tolist()]
+
+
+def _until_end(tokens: list[int], end_tokens: list[int]) -> list[int]:
+    for i, token in enumerate(tokens):
+        if token in end_tokens:
+            return tokens[: i + 1]
+    return tokens

@@ -1,0 +1,106 @@
+"""The generation example: its scheduler keeps its promises, and its verdict is not a formality."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
+
+
+@pytest.fixture(autouse=True)
+def examples_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def run_example(monkeypatch, *options: str) -> int:
+    import generate
+
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--model", "random", *options])
+    return generate.main()
+
+
+@pytest.mark.parametrize("options", [(), ("--num-blocks", "15"), ("--max-batch", "1")], ids=str)
+def test_tokens_are_those_of_transformers(options, device, monkeypatch, capsys):
+    run = ("--no-compile", "--max-new-tokens", "12", "--device", device)
+    assert run_example(monkeypatch, *run, *options) == 0
+    printed = capsys.readouterr().out
+    assert "tokens identical to transformers' own attention: yes (8 of 8)" in printed
+    assert "step    1 | running A" in printed  # plain lines where there is no terminal
+    assert "\033" not in printed and "\r" not in printed
+
+
+def test_check_of_another_dtype_is_made_in_float32(monkeypatch, capsys):
+    prompts = ("--prompt", "a lone word", "--prompt", "and two more words")
+    run = ("--no-compile", "--max-new-tokens", "4", "--dtype", "bfloat16")
+    assert run_example(monkeypatch, *run, *prompts) == 0
+    printed = capsys.readouterr().out
+    assert "both run again in float32" in printed and "yes (2 of 2)" in printed
+
+
+def test_fails_when_a_token_differs(monkeypatch, capsys):
+    import generate
+
+    honest = generate.generate_one_by_one
+
+    def wrong_in_one_token(*args):
+        tokens = honest(*args)
+        tokens[1][-1] += 1
+        return tokens
+
+    monkeypatch.setattr(generate, "generate_one_by_one", wrong_in_one_token)
+    assert run_example(monkeypatch, "--no-compile", "--max-new-tokens", "2") == 1
+    assert "own attention: no (7 of 8)" in capsys.readouterr().out
+
+
+def test_refuses_a_pool_too_small_for_a_prompt(monkeypatch):
+    with pytest.raises(SystemExit, match=r"--num-blocks must be at least \d+ .*, got 2"):
+        run_example(monkeypatch, "--no-compile", "--num-blocks", "2")
+
+
+@pytest.mark.parametrize("num_blocks", [9, 14, 60])
+def test_scheduler_serves_everyone_and_leaves_nothing(num_blocks):
+    """Every token is stored once and in order between two restarts, and every block comes home."""
+    from batching import Scheduler, Sequence
+
+    from torch_pagedkv import PagedBatch, PagedKVCache
+
+    cache = PagedKVCache(1, 1, 1, num_blocks=num_blocks, block_size=4, device="cpu")
+    batch = PagedBatch.fixed(4, max_blocks=num_blocks, max_tokens=6, device="cpu")
+    sequences = [Sequence(str(i), list(range(3 + 5 * i))) for i in range(6)]
+    scheduler = Scheduler(sequences, cache, batch)
+    steps = 0
+    while step := scheduler.schedule():
+        steps += 1
+        assert sum(num_new for _, num_new in step) <= 6 and len(scheduler.running) <= 4
+        owned = [block for sequence in scheduler.running for block in sequence.blocks]
+        assert len(owned) == len(set(owned)) == scheduler.allocator.num_used
+        for sequence, num_new in step:
+            assert num_new >= 1 and sequence in scheduler.running
+            assert len(sequence.blocks) * 4 >= sequence.num_stored + num_new
+        scheduler.complete(step, [7] * len(step), lambda s: len(s.generated) == 8)
+        assert steps < 500
+    assert [len(sequence.generated) for sequence in sequences] == [8] * 6
+    assert scheduler.allocator.num_free == num_blocks
+    assert (scheduler.num_preempted > 0) == (num_blocks < 60)
+    assert not scheduler.waiting and not scheduler.running
+
+
+def test_step_without_sequences_leaves_the_pool_alone(device):
+    import batching
+    from smollm2 import load
+
+    from torch_pagedkv.integrations import transformers as paged
+
+    model = load("random", torch.float32, device).model
+    paged.register()
+    model.set_attn_implementation(paged.ATTN_IMPLEMENTATION)
+    runner = batching.Runner(model, num_blocks=2, block_size=16, max_batch=2, max_tokens=4)
+    before = runner.cache.storage.view(torch.int32).clone()
+    assert runner.run([]) == []
+    assert torch.equal(runner.cache.storage.view(torch.int32), before)
