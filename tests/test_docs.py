@@ -1,0 +1,132 @@
+"""What the documents say: programs run as they stand, doctests pass, what is named exists."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import functools
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_pagedkv
+from torch_pagedkv import native
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+README = (ROOT / "README.md").read_text()
+PROGRAMS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+DOCTEST_OPTIONS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.count(chr(10))}_lines")
+def test_readme_programs_run_as_they_stand(program):
+    torch._dynamo.reset()
+    exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_docnamed_tests_pages(page):
+    results = doctest.testfile(
+        str(page), module_relative=False, optionflags=DOCTEST_OPTIONS, encoding="utf-8"
+    )
+    assert results.failed == 0
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages(torch_pagedkv.__path__, "torch_pagedkv.")
+    # The library is no Python module, and __main__ is the command line.
+    return [m.name for m in found if m.name.rpartition(".")[2] not in ("_native", "__main__")]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_docnamed_tests_modules(name):
+    for part in ("triton", "transformers"):
+        if part in name:
+            pytest.importorskip(part)
+    assert doctest.testmod(importlib.import_module(name), optionflags=DOCTEST_OPTIONS).failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_links_lead_somewhere(page):
+    """Relative links name files of the tree, and their anchors name headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{relative(page)}: {target} is not there"
+        assert not anchor or anchor in anchors(file), f"{relative(page)}: {target} is no heading"
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in kept}
+
+
+NUM_RULES = 17
+RULES = re.split(r"^## ", (ROOT / "docs/contract.md").read_text(), flags=re.MULTILINE)[1:]
+
+
+@functools.cache
+def named_tests(file: str) -> dict[str, ast.FunctionDef]:
+    tree = ast.parse((ROOT / "tests" / file).read_text())
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return {node.name: node for node in functions if node.name.startswith("test_")}
+
+
+def runs_on(test: ast.FunctionDef) -> str:
+    if "device" in [argument.arg for argument in test.args.args]:
+        return "CPU, CUDA"
+    decorators = " ".join(ast.unparse(decorator) for decorator in test.decorator_list)
+    return "CUDA" if "cuda" in decorators else "CPU"
+
+
+def test_the_contract_has_every_rule_once():
+    numbers = [int(rule.partition(".")[0]) for rule in RULES if rule[0].isdigit()]
+    assert numbers == list(range(1, NUM_RULES + 1))
+    assert any(rule.startswith("Errors") for rule in RULES)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.partition("\n")[0])
+def test_every_rule_names_tests_that_exist(rule):
+    """And says truly on which backends they run."""
+    proofs = re.findall(r"^- ([A-Z, ]+): (.*?)(?=^- |\Z)", rule, re.MULTILINE | re.DOTALL)
+    assert proofs, "the rule has no test"
+    for backends, text in proofs:
+        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)
+        assert named
+        for file, name in named:
+            assert name in named_tests(file), f"{file} has no {name}"
+            assert runs_on(named_tests(file)[name]) == backends, f"{file}::{name}"
+
+
+@pytest.mark.parametrize("stem", native.STEMS)
+def test_pages_of_ops_show_the_signature(stem):
+    """The page has the signature as it is, and a row of its table for each parameter."""
+    page = (ROOT / f"docs/ops/{stem}.md").read_text()
+    parameters = inspect.signature(getattr(torch_pagedkv, stem)).parameters
+    shown = ast.parse(re.search(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL).group(1))
+    arguments = shown.body[0].args
+    names = [argument.arg for argument in [*arguments.args, *arguments.kwonlyargs]]
+    required = [None] * (len(arguments.args) - len(arguments.defaults))
+    defaults = [*required, *arguments.defaults, *arguments.kw_defaults]
+    assert names == list(parameters)
+    for name, default in zip(names, defaults, strict=True):
+        actual = inspect.Parameter.empty if default is None else ast.literal_eval(default)
+        assert actual == parameters[name].default, name
+    rows = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
+    described = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert described >= set(parameters)
