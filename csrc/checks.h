@@ -25,7 +25,10 @@ namespace torch_pagedkv {
 // Throws "<op>: <argument> must <expectation>, got <actual>".
 template <class... Expectation>
 [[noreturn, gnu::cold, gnu::noinline]] void refuse(
-    const char* op, const char* argument, const std::string& actual, const Expectation&... expectation) {
+    const char* op,
+    const char* argument,
+    const std::string& actual,
+    const Expectation&... expectation) {
   std::ostringstream sentence;
   sentence << op << ": " << argument << " must ";
   (sentence << ... << expectation);
@@ -73,7 +76,8 @@ inline void check_rows(
   check_shape(op, argument, tensor, shape);
   const int64_t last = tensor.dim() - 1;
   if (tensor.size(last) != 1 && tensor.stride(last) != 1) {
-    refuse(op, argument, std::to_string(tensor.stride(last)), "have stride 1 in its last dimension");
+    const std::string actual = std::to_string(tensor.stride(last));
+    refuse(op, argument, actual, "have stride 1 in its last dimension");
   }
 }
 
@@ -105,7 +109,10 @@ inline void check_query_dtype(const char* op, const char* argument, const Tensor
 }
 
 inline void check_index(
-    const char* op, const char* argument, const Tensor& tensor, std::initializer_list<int64_t> shape) {
+    const char* op,
+    const char* argument,
+    const Tensor& tensor,
+    std::initializer_list<int64_t> shape) {
   check_shape(op, argument, tensor, shape);
   const ScalarType dtype = tensor.scalar_type();
   if (dtype != ScalarType::Int && dtype != ScalarType::Long) {
@@ -248,7 +255,7 @@ inline void check_block_ids(
   }
 }
 
-// Copies in parallel are copies in any order only if no block is read and written, or written twice.
+// Copies may be made in any order only if no block is read and written, or written twice.
 inline void check_disjoint(
     const char* op, const IndexVector& src_blocks, const IndexVector& dst_blocks) {
   std::vector<int64_t> sources, before;
@@ -268,11 +275,9 @@ inline void check_disjoint(
       is_repeated = dst_blocks[other] == block;
     }
     if (is_source || is_repeated) {
-      refuse(
-          op,
-          "dst_blocks",
-          at_index(block, index) + ", which is in " + (is_source ? "src_blocks" : "dst_blocks before"),
-          "name each block once and none of src_blocks");
+      const std::string actual = at_index(block, index) + ", which is in " +
+                                 (is_source ? "src_blocks" : "dst_blocks before");
+      refuse(op, "dst_blocks", actual, "name each block once and none of src_blocks");
     }
   }
 }

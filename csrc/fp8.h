@@ -1,8 +1,8 @@
 // float8_e4m3fn and float8_e5m2 to float32 and back.
 //
-// A byte is stored as saturate(value / scale), rounded to nearest, ties to even; infinities saturate
-// too, in both formats. A NaN becomes 0x7F with the sign bit of the value: the quotient's own sign
-// would not do, since machines disagree about the sign of a NaN that a division makes.
+// A byte is stored as saturate(value / scale), rounded to nearest, ties to even; infinities
+// saturate too, in both formats. A NaN becomes 0x7F with the sign bit of the value: the quotient's
+// own sign would not do, since machines disagree about the sign of a NaN that a division makes.
 
 #pragma once
 

@@ -1,7 +1,7 @@
 // Where things are: slots, blocks and heads of a pool, entries of a block table, rows of tokens.
 //
-// slot = physical_block * block_size + offset. With block_size 16 and the block table [7, 2, 9], token
-// position 20 is offset 4 of logical block 1, that is of physical block 2: slot 36.
+// slot = physical_block * block_size + offset. With block_size 16 and the block table [7, 2, 9],
+// token position 20 is offset 4 of logical block 1, that is of physical block 2: slot 36.
 //
 // This is the only place that computes addresses. Strides are in bytes and 64 bits wide: layout is
 // whatever the strides say, and a pool may be larger than 2 GiB.
@@ -178,7 +178,7 @@ inline void copy_heads(
 }
 
 inline int64_t blocks_needed(int64_t length, int64_t block_size) {
-  return (length + block_size - 1) / block_size;
+  return length / block_size + (length % block_size != 0);
 }
 
 }  // namespace torch_pagedkv

@@ -2,8 +2,8 @@
 // head (or, where that leaves threads idle, some of them), so that they share its keys and values.
 //
 // An item walks the KV positions in tiles: a tile looks its blocks up, brings keys and values to
-// float32 (32-bit ones are read in place), and updates the running softmax of every row. A row touches
-// no key but those it may see. Nothing is gathered, and no scratch grows with a length.
+// float32 (32-bit ones are read in place), and updates the running softmax of every row. A row
+// touches no key but those it may see. Nothing is gathered, and no scratch grows with a length.
 
 #pragma once
 
@@ -128,11 +128,17 @@ class Item {
     int64_t tile = keys.low / kTile * kTile;
     if (!keys.is_empty()) look_up(tile, keys);
     for (; tile < keys.high; tile += kTile) {
-      take_rows(attention_.key_pool, tile, keys, scratch_.stored_keys, scratch_.keys, scratch_.key_rows);
+      take_rows(
+          attention_.key_pool, tile, keys, scratch_.stored_keys, scratch_.keys, scratch_.key_rows);
       score_rows(tile);
       for (int64_t row = 0; row < rows_; ++row) weigh(row, tile);
       take_rows(
-          attention_.value_pool, tile, keys, scratch_.stored_values, scratch_.values, scratch_.value_rows);
+          attention_.value_pool,
+          tile,
+          keys,
+          scratch_.stored_values,
+          scratch_.values,
+          scratch_.value_rows);
       if (tile + kTile < keys.high) look_up(tile + kTile, keys);
       add_values_to_rows(tile);
     }
@@ -228,6 +234,8 @@ class Item {
   }
 
   void score_rows(int64_t tile) {
+    // The first rows to go through the keys fetch the values ahead, and conversely.
+    const Ahead values{scratch_.stored_values.data(), attention_.value_pool.row_bytes()};
     for (int64_t row = 0; row < rows_; row += 4) {
       const int count = static_cast<int>(std::min<int64_t>(4, rows_ - row));
       int first = kTile, last = 0;
@@ -249,8 +257,7 @@ class Item {
           first,
           last,
           scores_of(row),
-          // The first rows to go through the keys bring the values into the cache, and conversely.
-          row == 0 ? Ahead{scratch_.stored_values.data(), attention_.value_pool.row_bytes()} : Ahead{});
+          row == 0 ? values : Ahead{});
     }
   }
 
@@ -275,6 +282,7 @@ class Item {
 
   template <int kRows>
   void add_values_to(int64_t row, int first, int last) {
+    const Ahead keys{scratch_.stored_keys.data(), attention_.key_pool.row_bytes()};
     add_visible_values<kRows>(
         sums_of(row),
         scratch_.value_dim,
@@ -282,7 +290,7 @@ class Item {
         first,
         last,
         scores_of(row),
-        row == 0 ? Ahead{scratch_.stored_keys.data(), attention_.key_pool.row_bytes()} : Ahead{});
+        row == 0 ? keys : Ahead{});
   }
 
   // Pairs of rows share the values that both see; what only one sees it adds alone, in its place.

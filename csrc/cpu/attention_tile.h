@@ -1,7 +1,7 @@
 // The arithmetic of attention on one tile of KV positions, in float32.
 //
-// Every function gives a row the same bits whatever rows it is handled with: a dot product runs over
-// the lanes in one fixed order, and values are added position after position.
+// Every function gives a row the same bits whatever rows it is handled with: a dot product runs
+// over the lanes in one fixed order, and values are added position after position.
 
 #pragma once
 
@@ -19,7 +19,7 @@ inline constexpr int kTile = 64;
 // 128 bits: what every x86-64 and every aarch64 has.
 inline constexpr int kLanes = 4;
 typedef float FloatVector __attribute__((vector_size(kLanes * sizeof(float))));
-typedef int32_t IntVector __attribute__((vector_size(kLanes * sizeof(int32_t))));
+typedef uint32_t BitVector __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -44,8 +44,8 @@ inline float sum_lanes(FloatVector vector) {
 
 // e^x for x <= 0: exactly 1 at 0, exactly 0 where the result would be subnormal, NaN for NaN.
 inline FloatVector exp_of_nonpositive(FloatVector x) {
-  // x = k * ln(2) + r with |r| <= ln(2) / 2. Adding 1.5 * 2^23 rounds to the integer k and leaves it
-  // in the low bits; ln(2) in two parts keeps r exact.
+  // x = k * ln(2) + r with |r| <= ln(2) / 2. Adding 1.5 * 2^23 rounds to the integer k and leaves
+  // it in the low bits; ln(2) in two parts keeps r exact.
   const FloatVector shifted = x * 1.44269504f + 12582912.0f;
   const FloatVector k = shifted - 12582912.0f;
   const FloatVector r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
@@ -55,7 +55,7 @@ inline FloatVector exp_of_nonpositive(FloatVector x) {
   fit = fit * r + 0.166665211f;
   fit = fit * r + 0.499999940f;
   const FloatVector power = (fit * r * r + r) + 1.0f;
-  IntVector exponent, bits;
+  BitVector exponent, bits;
   std::memcpy(&exponent, &shifted, sizeof exponent);
   std::memcpy(&bits, &power, sizeof bits);
   bits += exponent << 23;
@@ -196,8 +196,8 @@ struct RunningSoftmax {
   float denominator;
 };
 
-// Turns a row's dots at [first, last) of a tile into weights relative to the new maximum, and brings
-// what was summed before to that maximum. `distance`: of the tile's first position.
+// Turns a row's dots at [first, last) of a tile into weights relative to the new maximum, and
+// brings what was summed before to that maximum. `distance`: of the tile's first position.
 inline void weigh_row(
     float* scores,
     int first,

@@ -54,7 +54,10 @@ void compute_slot_mapping(
         table.num_sequences(),
         " without cu_seqlens_q");
   }
-  check_lengths(kOp, lengths, table.max_blocks() * block_size);
+  // The block size is a plain number here: nothing keeps it within what a pool could have.
+  constexpr int64_t kLargest = std::numeric_limits<int64_t>::max();
+  const bool fits = table.max_blocks() == 0 || block_size <= kLargest / table.max_blocks();
+  check_lengths(kOp, lengths, fits ? table.max_blocks() * block_size : kLargest);
   check_prefix_sums(kOp, queries, num_tokens);
   for (int64_t sequence = 0; sequence < table.num_sequences(); ++sequence) {
     const int64_t length = lengths[sequence];

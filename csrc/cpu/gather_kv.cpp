@@ -38,7 +38,8 @@ struct Gather {
             length,
             piece);
         for (int64_t i = 0; i < length; ++i) piece[i] *= scale;
-        store_from_float(dtype, piece, length, 1.0f, target + head * row_bytes + first * element_size);
+        char* const row = target + head * row_bytes;
+        store_from_float(dtype, piece, length, 1.0f, row + first * element_size);
       });
     }
   }

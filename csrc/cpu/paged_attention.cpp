@@ -2,8 +2,8 @@
 //
 // This file checks the arguments and divides the rows into items; attention_item.h computes them.
 //
-// num_splits is ignored: a row's keys are never divided between threads here, so that its bits depend
-// on nothing but its own inputs.
+// num_splits is ignored: a row's keys are never divided between threads here, so that its bits
+// depend on nothing but its own inputs.
 
 #include <torch/csrc/stable/library.h>
 
@@ -90,8 +90,11 @@ class Plan {
 
 void attend(const Attention& attention) {
   const Plan plan(attention);
-  std::vector<Scratch> scratch(
-      plan.items() ? plan.threads() : 0, Scratch(attention, plan.rows_per_item()));
+  std::vector<Scratch> scratch;
+  scratch.reserve(plan.threads());
+  for (int64_t thread = 0; thread < plan.threads() && plan.items() > 0; ++thread) {
+    scratch.emplace_back(attention, plan.rows_per_item());
+  }
   for_each_item(plan.threads(), plan.items(), [&](int64_t thread, int64_t index) {
     // Backwards: under a causal mask the last runs of a sequence are the longest.
     Item(attention, scratch[thread], plan.item(plan.items() - 1 - index)).run();
@@ -130,7 +133,8 @@ void paged_attention(
   check_query_dtype(kOp, "query", query);
   const int64_t tokens = query.size(0), heads = query.size(1), num_kv_heads = key_cache.size(2);
   if (heads % num_kv_heads != 0 || heads == 0) {
-    refuse(kOp, "query", shape_text(query), "have a multiple of num_kv_heads = ", num_kv_heads, " heads");
+    const std::string actual = shape_text(query);
+    refuse(kOp, "query", actual, "have a multiple of num_kv_heads = ", num_kv_heads, " heads");
   }
   if (!is_fp8(key_cache.scalar_type())) {
     check_dtype(kOp, "query", query, key_cache.scalar_type());
@@ -141,10 +145,11 @@ void paged_attention(
   if (cu_seqlens_q) {
     check_index(kOp, "cu_seqlens_q", *cu_seqlens_q, {num_sequences + 1});
   } else if (tokens != num_sequences) {
+    const std::string actual = shape_text(query);
     refuse(
         kOp,
         "query",
-        shape_text(query),
+        actual,
         "have one token for each of the ",
         num_sequences,
         " sequences without cu_seqlens_q");

@@ -72,18 +72,20 @@ void reshape_and_cache(
   check_index(kOp, "slot_mapping", slot_mapping, {kAnySize});
   const IndexVector slots(slot_mapping);
   if (slots.size() > key.size(0)) {
-    refuse(
-        kOp, "slot_mapping", std::to_string(slots.size()), "have at most ", key.size(0), " elements");
+    const std::string actual = std::to_string(slots.size());
+    refuse(kOp, "slot_mapping", actual, "have at most ", key.size(0), " elements");
   }
   const int64_t num_kv_heads = key_cache.size(2);
+  const HeadValues k_scales(kOp, "k_scale", k_scale, num_kv_heads, 1.0f);
+  const HeadValues v_scales(kOp, "v_scale", v_scale, num_kv_heads, 1.0f);
   const Write writes[2] = {
-      {TokenRows(key), Pool(key_cache), HeadValues(kOp, "k_scale", k_scale, num_kv_heads, 1.0f)},
-      {TokenRows(value), Pool(value_cache), HeadValues(kOp, "v_scale", v_scale, num_kv_heads, 1.0f)},
+      {TokenRows(key), Pool(key_cache), k_scales},
+      {TokenRows(value), Pool(value_cache), v_scales},
   };
   check_slots(kOp, slots, writes[0].pool.num_slots());
 
-  // A slot belongs to one share, and a share takes tokens in order: of two with one slot the last
-  // wins, whatever the number of threads.
+  // A slot belongs to one share, and a share takes tokens in order: of two tokens with one slot
+  // the last wins, whatever the number of threads.
   const int64_t row_bytes = writes[0].rows.row_bytes() + writes[1].rows.row_bytes();
   const int64_t bytes = slots.size() * num_kv_heads * row_bytes;
   const int64_t threads = useful_threads(2 * slots.size(), bytes);

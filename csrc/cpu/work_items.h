@@ -1,7 +1,7 @@
 // Spreads work items over torch's threads.
 //
 // Threads draw items one at a time, since items differ in cost (short and long sequences, causal
-// triangles). An item's result must not depend on which thread computes it, nor on how many there are.
+// triangles). An item's result must not depend on which thread computes it, nor on how many do.
 
 #pragma once
 
