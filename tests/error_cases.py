@@ -228,7 +228,9 @@ ERRORS = [
         "gather_kv",
         {
             "length_past_table": lambda c: {"seqused_k": c["seqused_k"].new_tensor([20, 33])},
+            "length_negative": lambda c: {"seqused_k": c["seqused_k"].new_tensor([-(2**31), 5])},
             "table_past_pool": lambda c: {"block_table": c["block_table"].new_tensor([[0, 4], [2, 3]])},
+            "table_negative": lambda c: {"block_table": c["block_table"].new_tensor([[0, 1], [-1, 3]])},
         },
         values=True,
     ),
@@ -243,7 +245,12 @@ ERRORS = [
     ),
     *_each(
         "copy_blocks",
-        {"both_sides": lambda c: {"dst_blocks": c["src_blocks"].clone()}},
+        {
+            "both_sides": lambda c: {"dst_blocks": c["src_blocks"].clone()},
+            "named_twice": lambda c: {n: c[n].new_tensor(ids) for n, ids in (("src_blocks", [0, 3]), ("dst_blocks", [2, 2]))},
+            "source_past_pool": lambda c: {"src_blocks": c["src_blocks"].new_tensor([4])},
+            "destination_negative": lambda c: {"dst_blocks": c["dst_blocks"].new_tensor([-1])},
+        },
         values=True,
     ),
     *_each(
@@ -270,7 +277,12 @@ ERRORS = [
         "compute_slot_mapping",
         {
             "length_past_table": lambda c: {"seqused_k": c["seqused_k"].new_tensor([33, 5])},
+            "length_negative": lambda c: {"seqused_k": c["seqused_k"].new_tensor([20, -7])},
+            "sums_start": lambda c: {"cu_seqlens_q": c["cu_seqlens_q"].new_tensor([-1, 2, 3])},
+            "sums_fall": lambda c: {"cu_seqlens_q": c["cu_seqlens_q"].new_tensor([0, 3, 2])},
             "sums_past_tokens": lambda c: {"cu_seqlens_q": c["cu_seqlens_q"].new_tensor([0, 2, 4])},
+            "table_negative": lambda c: {"block_table": c["block_table"].new_tensor([[0, -1], [2, 3]])},
+            "table_beyond_int64": lambda c: {"block_table": c["block_table"].long() + 2**62},
         },
         values=True,
     ),

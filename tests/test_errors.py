@@ -161,12 +161,17 @@ dtype: TypeError: gather_kv: dtype must be float32 or bfloat16 or float16, got i
 fp8_of_another_pool: TypeError: gather_kv: dtype must be float32 or bfloat16 or float16, got float8_e4m3fn
 scale_without_fp8: ValueError: gather_kv: k_scale must be None where nothing is converted to or from fp8, got a tensor with a pool of dtype float32
 length_past_table: ValueError: gather_kv: seqused_k must be in [0, max_blocks * block_size = 32], got 33 at index 1
+length_negative: ValueError: gather_kv: seqused_k must be in [0, max_blocks * block_size = 32], got -2147483648 at index 0
 table_past_pool: ValueError: gather_kv: block_table must be in [0, num_blocks = 4) where it is used, got 4 at [0, 1]
+table_negative: ValueError: gather_kv: block_table must be in [0, num_blocks = 4) where it is used, got -1 at [1, 0]
 sizes: ValueError: copy_blocks: dst_blocks must have src_blocks' num_copies = 1 in dimension 0, got shape [2]
 float: TypeError: copy_blocks: src_blocks must have dtype int32 or int64, got float32
 rank: ValueError: copy_blocks: src_blocks must have shape [num_copies], got [1, 1]
 pool_requires_grad: ValueError: copy_blocks: value_cache must not require grad (it is written in place, for inference), got requires_grad=True
 both_sides: ValueError: copy_blocks: dst_blocks must name each block once and none of src_blocks, got 0 at index 0, which is in src_blocks
+named_twice: ValueError: copy_blocks: dst_blocks must name each block once and none of src_blocks, got 2 at index 1, which is in dst_blocks before
+source_past_pool: ValueError: copy_blocks: src_blocks must be in [0, num_blocks = 4), got 4 at index 0
+destination_negative: ValueError: copy_blocks: dst_blocks must be in [0, num_blocks = 4), got -1 at index 0
 out_rank: ValueError: merge_attention_states: out_a must have shape [num_tokens, num_heads, value_head_dim], got [2, 8]
 out_sizes: ValueError: merge_attention_states: out_b must have out_a's num_tokens = 3 in dimension 0, got shape [2, 2, 8]
 out_dtype: TypeError: merge_attention_states: out_a must have dtype float32 or bfloat16 or float16, got int32
@@ -178,4 +183,9 @@ block_size_0: ValueError: compute_slot_mapping: block_size must be >= 1, got 0
 tokens_negative: ValueError: compute_slot_mapping: num_tokens must be >= 0, got -1
 decode_tokens: ValueError: compute_slot_mapping: num_tokens must be num_sequences = 2 where cu_seqlens_q is None, got 3
 length_past_table: ValueError: compute_slot_mapping: seqused_k must be in [0, max_blocks * block_size = 32], got 33 at index 0
-sums_past_tokens: ValueError: compute_slot_mapping: cu_seqlens_q must end at or below the number of tokens 3, got 4 at index 2""")
+length_negative: ValueError: compute_slot_mapping: seqused_k must be in [0, max_blocks * block_size = 32], got -7 at index 1
+sums_start: ValueError: compute_slot_mapping: cu_seqlens_q must start at 0, got -1 at index 0
+sums_fall: ValueError: compute_slot_mapping: cu_seqlens_q must not fall, got 2 after 3 at index 2
+sums_past_tokens: ValueError: compute_slot_mapping: cu_seqlens_q must end at or below the number of tokens 3, got 4 at index 2
+table_negative: ValueError: compute_slot_mapping: block_table must not be negative where it is used, got -1 at [0, 1]
+table_beyond_int64: ValueError: compute_slot_mapping: block_table must name blocks whose slots fit in int64, got 4611686018427387905 at [0, 1]""")

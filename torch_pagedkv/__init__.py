@@ -25,6 +25,7 @@ from torch_pagedkv.ops import (
     paged_attention,
     reshape_and_cache,
 )
+from torch_pagedkv.ops.value_checking import checks
 
 __version__ = VERSION
 
@@ -37,6 +38,7 @@ __all__ = [
     "blocks_for",
     "build_info",
     "cache",
+    "checks",
     "compute_slot_mapping",
     "copy_blocks",
     "gather_kv",

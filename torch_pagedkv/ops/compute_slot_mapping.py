@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torch_pagedkv import reference
+from torch_pagedkv.ops import value_checking
 from torch_pagedkv.ops.argument_checks import (
     check_batch,
     check_optional_tensors,
@@ -53,7 +54,8 @@ def compute_slot_mapping(
 
     Not checked:
         Table entries at or past the pool's num_blocks, which this op does not know. On CUDA values
-        of index tensors raise nothing: lengths are clamped to the table, negative entries give -1.
+        of index tensors raise nothing (but see ``checks``): lengths are clamped to the table, and
+        negative entries give -1.
 
     Example:
         >>> import torch, torch_pagedkv
@@ -99,6 +101,9 @@ def _cpu(block_table, seqused_k, cu_seqlens_q, block_size, num_tokens):
 
 def _cuda(block_table, seqused_k, cu_seqlens_q, block_size, num_tokens):
     _check(block_table, seqused_k, cu_seqlens_q, block_size, num_tokens)
+    if value_checking.enabled:
+        sizes = dict(num_tokens=num_tokens, block_size=block_size, num_blocks=None, window_left=0)
+        value_checking.check_batch(_NAME, block_table, seqused_k, cu_seqlens_q, **sizes)
     slot_mapping = _output(block_table, num_tokens)
     triton_launcher(_NAME)(slot_mapping, block_table, seqused_k, cu_seqlens_q, block_size)
     return slot_mapping

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torch_pagedkv import reference
+from torch_pagedkv.ops import value_checking
 from torch_pagedkv.ops.argument_checks import check_index, check_pools, check_size, check_tensors
 from torch_pagedkv.ops.kernel_choice import native_kernel, triton_launcher
 from torch_pagedkv.ops.registration import register_op
@@ -42,8 +43,8 @@ def copy_blocks(
         TypeError: a dtype does not fit.
 
     Not checked:
-        On CUDA values of index tensors raise nothing: a copy from or to a block outside the pool is
-        skipped, and what overlaps is copied in no particular order.
+        On CUDA values of index tensors raise nothing (but see ``checks``): a copy from or to a block
+        outside the pool is skipped, and what overlaps is copied in no particular order.
 
     Example:
         >>> import torch, torch_pagedkv
@@ -75,6 +76,8 @@ def _cpu(key_cache, value_cache, src_blocks, dst_blocks) -> None:
 
 def _cuda(key_cache, value_cache, src_blocks, dst_blocks) -> None:
     _check(key_cache, value_cache, src_blocks, dst_blocks)
+    if value_checking.enabled:
+        value_checking.check_copies(_NAME, key_cache, src_blocks, dst_blocks)
     triton_launcher(_NAME)(key_cache, value_cache, src_blocks, dst_blocks)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torch_pagedkv import reference
+from torch_pagedkv.ops import value_checking
 from torch_pagedkv.ops.argument_checks import (
     FLOAT_DTYPES,
     FP8_DTYPES,
@@ -62,8 +63,8 @@ def gather_kv(
         NotImplementedError: a backward pass; CUDA tensors without Triton.
 
     Not checked:
-        On CUDA values of index tensors raise nothing: lengths are clamped to the table, and tokens
-        whose table entry is outside the pool are zero.
+        On CUDA values of index tensors raise nothing (but see ``checks``): lengths are clamped to
+        the table, and tokens whose table entry is outside the pool are zero.
 
     Example:
         >>> import torch, torch_pagedkv
@@ -127,6 +128,11 @@ def _cpu(key_cache, value_cache, block_table, seqused_k, *, k_scale=None, v_scal
 def _cuda(key_cache, value_cache, block_table, seqused_k, *, k_scale=None, v_scale=None, dtype=None):
     batch = (key_cache, value_cache, block_table, seqused_k)
     dtype = _check(*batch, k_scale, v_scale, dtype)
+    if value_checking.enabled:
+        num_blocks, block_size = key_cache.shape[:2]
+        sizes = dict(block_size=block_size, num_blocks=num_blocks, window_left=-1)
+        num_tokens = block_table.shape[0]  # as if each sequence had one query that sees all
+        value_checking.check_batch(_NAME, *batch[2:], None, num_tokens=num_tokens, **sizes)
     keys, values = _outputs(key_cache, value_cache, block_table, dtype)
     triton_launcher(_NAME)(keys, values, *batch, k_scale, v_scale)
     return keys, values

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_pagedkv import reference
+from torch_pagedkv.ops import value_checking
 from torch_pagedkv.ops.argument_checks import (
     FLOAT_DTYPES,
     FP8_DTYPES,
@@ -100,8 +101,8 @@ def paged_attention(
         NotImplementedError: a backward pass; CUDA tensors without Triton.
 
     Not checked:
-        On CUDA values of index tensors raise nothing: lengths are clamped to the table, and a key
-        whose table entry is outside the pool is not seen.
+        On CUDA values of index tensors raise nothing (but see ``checks``): lengths are clamped to
+        the table, and a key whose table entry is outside the pool is not seen.
 
     Example:
         >>> import torch, torch_pagedkv
@@ -272,6 +273,10 @@ def _cpu(query, batch, options):
 
 
 def _cuda(query, batch, options):
+    if value_checking.enabled:
+        num_blocks, block_size = batch[0].shape[:2]
+        sizes = dict(block_size=block_size, num_blocks=num_blocks, window_left=options.window_left)
+        value_checking.check_batch(_NAME, *batch[2:], num_tokens=query.shape[0], **sizes)
     out, lse = _outputs(query, batch, options)
     triton_launcher(_NAME)(out, lse, query, *batch, *options)
     return out, lse

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torch_pagedkv import reference
+from torch_pagedkv.ops import value_checking
 from torch_pagedkv.ops.argument_checks import (
     FLOAT_DTYPES,
     FP8_DTYPES,
@@ -67,8 +68,8 @@ def reshape_and_cache(
         TypeError: a dtype does not fit.
 
     Not checked:
-        On CUDA a slot past the pool writes nothing and raises nothing. Of two tokens with one slot
-        the last wins on CPU, either one on CUDA.
+        On CUDA a slot past the pool writes nothing and raises nothing (but see ``checks``). Of two
+        tokens with one slot the last wins on CPU, either one on CUDA.
 
     Example:
         >>> import torch, torch_pagedkv
@@ -127,6 +128,8 @@ def _cpu(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_sc
 
 def _cuda(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_scale=None) -> None:
     _check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    if value_checking.enabled:
+        value_checking.check_write(_NAME, slot_mapping, key_cache)
     launch = triton_launcher(_NAME)
     launch(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 

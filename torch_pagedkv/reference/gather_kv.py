@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torch_pagedkv.reference.quantisation import FP8_DTYPES, dequantise, take_blocks
-from torch_pagedkv.reference.value_checks import check_lengths, check_table_row
+from torch_pagedkv.reference.value_checks import check_batch
 
 
 def gather_kv(
@@ -20,7 +20,16 @@ def gather_kv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
     num_sequences, max_blocks = block_table.shape
-    check_lengths("gather_kv", seqused_k, max_blocks * block_size)
+    check_batch(
+        "gather_kv",
+        block_table,
+        seqused_k,
+        None,
+        num_tokens=num_sequences,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        window_left=-1,
+    )
     if dtype is None:
         dtype = torch.bfloat16 if key_cache.dtype in FP8_DTYPES else key_cache.dtype
 
@@ -29,7 +38,6 @@ def gather_kv(
         gathered = torch.zeros(shape, dtype=dtype, device=cache.device)
         for sequence, length in enumerate(seqused_k.tolist()):
             used = -(-length // block_size)
-            check_table_row("gather_kv", block_table, sequence, 0, used, num_blocks)
             stored = take_blocks(cache, block_table[sequence, :used]).flatten(0, 1)[:length]
             if stored.dtype != dtype:
                 stored = dequantise(stored, scale, torch.float32).to(dtype)

@@ -7,7 +7,7 @@ import math
 import torch
 
 from torch_pagedkv.reference.quantisation import dequantise, take_blocks
-from torch_pagedkv.reference.value_checks import check_lengths, check_prefix_sums, check_table_row
+from torch_pagedkv.reference.value_checks import check_batch
 
 
 def paged_attention(
@@ -35,15 +35,19 @@ def paged_attention(
     """
     num_tokens, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, value_head_dim = value_cache.shape
-    num_sequences, max_blocks = block_table.shape
     compute = precision or torch.float32
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    check_lengths("paged_attention", seqused_k, max_blocks * block_size)
-    if cu_seqlens_q is None:
-        query_starts = list(range(num_sequences + 1))
-    else:
-        check_prefix_sums("paged_attention", cu_seqlens_q, num_tokens)
-        query_starts = cu_seqlens_q.tolist()
+    check_batch(
+        "paged_attention",
+        block_table,
+        seqused_k,
+        cu_seqlens_q,
+        num_tokens=num_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        window_left=window_size[0],
+    )
+    query_starts = range(num_tokens + 1) if cu_seqlens_q is None else cu_seqlens_q.tolist()
 
     out = torch.zeros((num_tokens, num_heads, value_head_dim), dtype=compute, device=query.device)
     lse = torch.full((num_heads, num_tokens), -math.inf, dtype=compute, device=query.device)
@@ -57,11 +61,6 @@ def paged_attention(
         for token in range(start, stop):
             position = first_position + token - start
             ranges.append((sequence, token, position, visible_keys(position, length, causal, window_size)))
-        if stop > start:
-            # Columns wholly before the window of the first row are never read.
-            first = visible_keys(first_position, length, causal, window_size)[0] // block_size
-            used = -(-length // block_size)
-            check_table_row("paged_attention", block_table, sequence, first, used, num_blocks)
 
     for sequence, token, position, (low, high) in ranges:
         if low >= high:
