@@ -105,6 +105,30 @@ def test_backward_is_refused(compiled, device):
                 assert not attend(*inputs).requires_grad
 
 
+def test_function_transforms_are_refused(device):
+    """torch.func has no way through an op: each transform meets a sentence, never a zero derivative."""
+    args, _ = PagedCase(name="func", kv_lens=[5]).build(device).attention
+    write = write_call(device)
+
+    def attend(query):
+        return torch_pagedkv.paged_attention(query, *args[1:]).sum()
+
+    def store(key):
+        torch_pagedkv.reshape_and_cache(**{**write, "key": key})
+
+    query, keys = args[0], write["key"][None]
+    refused = [
+        (lambda: torch.func.jvp(attend, (query,), (query,)), "paged_attention: arguments must not be differentiated"),
+        (lambda: torch.func.grad(attend)(query), "paged_attention: arguments must not be differentiated"),
+        (lambda: torch.vmap(attend)(query[None]), "paged_attention: arguments must not be batched by torch.vmap"),
+        (lambda: torch.vmap(store)(keys), "reshape_and_cache: arguments must not be batched by torch.vmap"),
+    ]
+    for call, sentence in refused:
+        with pytest.raises(NotImplementedError, match=sentence):
+            call()
+    assert write["key_cache"].count_nonzero() == 0
+
+
 def test_keys_that_want_a_gradient_are_stored(device):
     call = write_call(device)
     call["key"].requires_grad_()

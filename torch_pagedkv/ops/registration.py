@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 LIBRARY = torch.library.Library("torch_pagedkv", "DEF")
 
@@ -41,14 +42,29 @@ def register_op(
     LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"torch_pagedkv::{name}", fake, lib=LIBRARY)
     LIBRARY.impl(name, _autograd_kernel(op, mutates), "Autograd", with_keyset=True)
+    LIBRARY.impl(name, _refuse_vmap(name), "FuncTorchBatched")
     return op
+
+
+def _refuse_vmap(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            f"{name}: arguments must not be batched by torch.vmap (a batch is packed tokens and a row "
+            "of the block table for each sequence), got a batched tensor"
+        )
+
+    return refuse
 
 
 def _autograd_kernel(op: torch._ops.OpOverload, mutates: tuple[int, ...]) -> Callable[..., Any]:
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(op, (*args, *kwargs.values()))
         if not mutates and torch.is_grad_enabled():
             tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
             if any(t.requires_grad for t in tensors):
+                if torch._C._functorch.peek_interpreter_stack() is not None:
+                    raise NotImplementedError(_no_gradient(op, "a transform of torch.func"))
                 return _InferenceOnly.apply(op, keyset, args, kwargs, *tensors)
         result = op.redispatch(keyset & _AFTER_AUTOGRAD, *args, **kwargs)
         for position in mutates:
@@ -57,6 +73,17 @@ def _autograd_kernel(op: torch._ops.OpOverload, mutates: tuple[int, ...]) -> Cal
         return result
 
     return kernel
+
+
+def _refuse_tangents(op: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> None:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) and forward_ad.unpack_dual(argument).tangent is not None:
+            raise NotImplementedError(_no_gradient(op, "forward-mode differentiation"))
+
+
+def _no_gradient(op: torch._ops.OpOverload, actual: str) -> str:
+    name = op._schema.name.partition("::")[2]
+    return f"{name}: arguments must not be differentiated, the op is for inference, got {actual}"
 
 
 class _InferenceOnly(torch.autograd.Function):
