@@ -10,24 +10,32 @@ import triton
 class DeviceLimits(NamedTuple):
     multiprocessors: int
     shared_memory: int  # bytes that one program may have
+    warp_groups: bool  # matrix units that read shared memory and leave registers to softmax
+    converts_float8: bool
 
 
 class Tile(NamedTuple):
-    """How a program is cut: query rows, KV positions a step, warps, steps in flight."""
+    """How a program is cut."""
 
-    rows: int
-    keys: int
+    rows: int  # query rows
+    keys: int  # KV positions of a step that all rows see
+    edge_keys: int  # KV positions of a step that some rows do not see
     warps: int
-    stages: int
+    stages: int  # of the software pipeline
 
 
 @functools.cache
 def device_limits(device: torch.device) -> DeviceLimits:
     if device.type != "cuda":  # the interpreter
-        return DeviceLimits(multiprocessors=4, shared_memory=166912)
+        return DeviceLimits(4, 166912, warp_groups=False, converts_float8=False)
     properties = torch.cuda.get_device_properties(device)
-    shared_memory = getattr(properties, "shared_memory_per_block_optin", 65536)
-    return DeviceLimits(properties.multi_processor_count, shared_memory)
+    capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
+    return DeviceLimits(
+        properties.multi_processor_count,
+        getattr(properties, "shared_memory_per_block_optin", 65536),
+        warp_groups=capability in ((9, 0), (10, 0), (10, 3)),
+        converts_float8=capability >= (8, 9),
+    )
 
 
 def block_dim(head_dim: int) -> int:
@@ -41,15 +49,19 @@ def heads_per_tile(group: int, head_dim: int) -> int:
     return triton.cdiv(group, triton.cdiv(group, most))
 
 
-def _fit(tile: Tile, bytes_of_row: int, bytes_of_key: int, limits: DeviceLimits) -> Tile:
-    """Take stages, then keys away until query rows and KV positions fit into shared memory."""
-    while tile.rows * bytes_of_row + tile.stages * tile.keys * bytes_of_key > limits.shared_memory:
+def _fit(tile: Tile, row_bytes: int, key_bytes: int, copied_bytes: int, shared_memory: int) -> Tile:
+    """Take stages, then keys away until a tile fits into shared memory."""
+
+    def needed(tile: Tile) -> int:
+        # Weights pass through shared memory unless the tile is high enough for warp groups.
+        weights = 2 * tile.rows * tile.keys if tile.rows < 64 else 0
+        return weights + tile.rows * row_bytes + tile.keys * (tile.stages * key_bytes + copied_bytes) + 1024
+
+    while needed(tile) > shared_memory and (tile.stages > 1 or tile.keys > 16):
         if tile.stages > 1:
             tile = tile._replace(stages=tile.stages - 1)
-        elif tile.keys > 16:
-            tile = tile._replace(keys=tile.keys // 2)
         else:
-            break
+            tile = tile._replace(keys=tile.keys // 2, edge_keys=min(tile.edge_keys, tile.keys // 2))
     return tile
 
 
@@ -58,27 +70,36 @@ def choose_tiles(
     dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int, value_head_dim: int, group: int,
     limits: DeviceLimits,
 ) -> tuple[Tile, Tile]:  # fmt: skip
-    """Return the (short, long) tile of a model's shape."""
+    """Return the (short, long) tile of a model's shape.
+
+    A long tile is as large as registers allow without spilling; keys and values of the next steps
+    are in flight meanwhile. A short one has just the rows of a token: what counts there is how many
+    bytes are in flight on a multiprocessor that runs several of them.
+    """
     block_d, block_dv = block_dim(head_dim), block_dim(value_head_dim)
     widest = max(block_d, block_dv)
-    rows = max(16, triton.next_power_of_2(heads_per_tile(group, head_dim)))
-    bytes_of_row = block_d * dtype.itemsize
-    bytes_of_key = (block_d + block_dv) * max(dtype.itemsize, pool_dtype.itemsize)
-    if dtype == torch.float32:  # no matrix units: every product stands in the code
-        short = Tile(rows, 32 if widest <= 128 else 16, 4, 2)
-        long = Tile(max(rows, 64 if widest <= 128 else 32), 32 if widest <= 128 else 16, 8, 1)
+    rows = max(16, triton.next_power_of_2(heads_per_tile(group, max(head_dim, value_head_dim))))
+    if dtype == torch.float32:
+        # Exact products have no matrix unit: every one of them is an instruction of its own.
+        keys = 32 if widest <= 128 else 16
+        short = Tile(rows, keys, keys, 4 if rows <= 32 else 8, 2)
+        long = Tile(max(rows, 64 if widest <= 128 else 32), keys, keys, 8, 1)
     else:
-        short = Tile(rows, 64, 4, 3)
-        if widest <= 128:
-            long = Tile(128, 64, 8 if widest > 64 else 4, 3)
+        if widest <= 64:
+            short, long = Tile(rows, 64, 64, 4, 4), Tile(128, 64, 32, 8, 3)
+        elif widest <= 128:
+            short, long = Tile(rows, 64, 64, 4, 3), Tile(128, 128, 64, 8, 3)
         elif widest <= 256:
-            long = Tile(max(rows, 64), 64, 8, 2)
+            short, long = Tile(rows, 32, 32, 4, 3), Tile(max(rows, 64), 64, 16, 8, 2)
         else:
-            long = Tile(max(rows, 32), 32, 8, 1)
-    return (
-        _fit(short, bytes_of_row, bytes_of_key, limits),
-        _fit(long, bytes_of_row, bytes_of_key, limits),
-    )
+            short, long = Tile(rows, 32, 16, 8, 2), Tile(max(rows, 32), 32, 16, 8, 2)
+        if rows >= 64:
+            short = short._replace(warps=8)
+    width = block_d + block_dv
+    # float8 rows are held once more, decoded, for the matrix units.
+    copied_bytes = width * dtype.itemsize if pool_dtype.itemsize < dtype.itemsize else 0
+    cost = (block_d * dtype.itemsize, width * pool_dtype.itemsize, copied_bytes)
+    return _fit(short, *cost, limits.shared_memory), _fit(long, *cost, limits.shared_memory)
 
 
 # Splits of a sequence shorter than this would cost more to merge than they save.

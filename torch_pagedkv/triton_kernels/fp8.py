@@ -12,6 +12,12 @@ import triton.language as tl
 FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 
 
+def decoded_format(dtype: torch.dtype, hardware: bool) -> str | None:
+    """Return the format name for decoding, by conversion instructions where a device has them."""
+    name = FORMATS.get(dtype)
+    return f"hardware_{name}" if name and hardware else name
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, or its bytes if it is float8: kernels never see a float8 type."""
     return tensor.view(torch.uint8) if tensor.dtype in FORMATS else tensor
@@ -20,14 +26,20 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def fp8_to_float(byte, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Decode bytes to DTYPE: float16, bfloat16 and float32 hold every value of both formats."""
-    bits = byte.to(tl.uint16)
-    if FORMAT == "e5m2":
-        return (bits << 8).to(tl.float16, bitcast=True).to(DTYPE)
-    # e4m3fn's exponent lies at the lower end of float16's wider one, with a bias that differs by
-    # 8. The product is taken in float32 because some GPUs flush float16 subnormals.
-    magnitude = bits & 0x7F
-    half = (((bits & 0x80) << 8) | (magnitude << 7)).to(tl.float16, bitcast=True)
-    return tl.where(magnitude == 0x7F, float("nan"), half.to(tl.float32) * 256.0).to(DTYPE)
+    if FORMAT == "hardware_e4m3fn":
+        decoded = byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif FORMAT == "hardware_e5m2":
+        decoded = byte.to(tl.float8e5, bitcast=True).to(tl.float16)
+    elif FORMAT == "e5m2":
+        decoded = (byte.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    else:
+        # The byte at the upper end of 16 bits, its exponent field shifted to the lower end of
+        # float16's wider one; the bias then differs by 8. The product is taken in float32 because
+        # some GPUs flush float16 subnormals.
+        shifted = ((byte.to(tl.uint16) << 8).to(tl.int16, bitcast=True) >> 1) & -0x4001
+        decoded = shifted.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        decoded = tl.where(tl.abs(decoded) > 448.0, float("nan"), decoded)
+    return decoded.to(DTYPE)
 
 
 @triton.jit
@@ -49,7 +61,8 @@ def sign_bit(x):
     WIDTH: tl.constexpr = x.dtype.primitive_bitwidth
     if WIDTH == 16:
         return (x.to(tl.uint16, bitcast=True) >> 8).to(tl.uint32) & 0x80
-    return (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
+    else:
+        return (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
 
 
 @triton.jit

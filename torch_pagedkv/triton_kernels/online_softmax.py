@@ -48,9 +48,10 @@ def is_finite(x):
     """Whether floats of any width are neither NaN nor infinite, from their exponent bits."""
     if x.dtype.primitive_bitwidth == 32:
         return (x.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
-    if x.dtype == tl.float16:
+    elif x.dtype == tl.float16:
         return (x.to(tl.int16, bitcast=True) & 0x7C00) != 0x7C00
-    return (x.to(tl.int16, bitcast=True) & 0x7F80) != 0x7F80
+    else:
+        return (x.to(tl.int16, bitcast=True) & 0x7F80) != 0x7F80
 
 
 @triton.jit
@@ -65,26 +66,62 @@ def key_range(position, length, window_left, window_right):
 
 @triton.jit
 def _locate(
-    tile, table_row, needed, block_size, BLOCK_N: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr
-):
-    """(block, offset) of a tile's positions; columns are read where needed, None: everywhere."""
-    position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    if POWER_BLOCK_SIZE >= BLOCK_N:
-        # The whole tile lies in one block, and at least one of its positions is needed.
-        block = tl.load(table_row + tile // (POWER_BLOCK_SIZE // BLOCK_N))
-        return block.to(tl.int64), (position % POWER_BLOCK_SIZE).to(tl.int64)
+    tile, table_row, lowest, highest, num_blocks, block_size, key_strides, value_strides,
+    EDGE: tl.constexpr, BLOCK_N: tl.constexpr, GRANULE: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """(where a tile's positions lie in the key pool, in the value pool, whether to load them).
+
+    GRANULE: a power of two that divides the block size, so that as many aligned positions share a
+    table entry. EDGE: entries and rows outside [lowest, highest) are not read.
+    """
+    lane = tl.arange(0, BLOCK_N)
+    position = tile * BLOCK_N + lane
+    PARTS: tl.constexpr = BLOCK_N // GRANULE
+    if PARTS <= 8:
+        # A scalar entry for each part costs the pipeline no stage, unlike a vector of entries.
+        loaded = tl.zeros([BLOCK_N], tl.int1)
+        key_place = tl.zeros([BLOCK_N], tl.int64)
+        value_place = tl.zeros([BLOCK_N], tl.int64)
+        for part in tl.static_range(PARTS):
+            start = tile * BLOCK_N + part * GRANULE
+            column, offset = _divide(start, block_size, POWER_BLOCK_SIZE)
+            if EDGE:
+                needed = (start < highest) & (start + GRANULE > lowest)
+                block = tl.load(table_row + column, mask=needed, other=-1).to(tl.int64)
+            else:
+                block = tl.load(table_row + column).to(tl.int64)
+            here = lane // GRANULE == part
+            loaded = tl.where(here, (block >= 0) & (block < num_blocks), loaded)
+            key_start = block * key_strides.block + offset.to(tl.int64) * key_strides.token
+            key_place = tl.where(here, key_start, key_place)
+            value_start = block * value_strides.block + offset.to(tl.int64) * value_strides.token
+            value_place = tl.where(here, value_start, value_place)
+        within = (lane % GRANULE).to(tl.int64)
     else:
-        if POWER_BLOCK_SIZE > 0:
-            entry = table_row + position // POWER_BLOCK_SIZE
-            offset = position % POWER_BLOCK_SIZE
+        column, within = _divide(position, block_size, POWER_BLOCK_SIZE)
+        within = within.to(tl.int64)
+        if EDGE:
+            needed = (position >= lowest) & (position < highest)
+            block = tl.load(table_row + column, mask=needed, other=-1).to(tl.int64)
         else:
-            entry = table_row + position // block_size
-            offset = position % block_size
-        if needed is None:
-            block = tl.load(entry)
-        else:
-            block = tl.load(entry, mask=needed, other=-1)
-        return block.to(tl.int64), offset.to(tl.int64)
+            block = tl.load(table_row + column).to(tl.int64)
+        loaded = (block >= 0) & (block < num_blocks)
+        key_place = block * key_strides.block
+        value_place = block * value_strides.block
+    if EDGE:
+        loaded = loaded & (position >= lowest) & (position < highest)
+    key_place += within * key_strides.token
+    value_place += within * value_strides.token
+    return key_place, value_place, loaded
+
+
+@triton.jit
+def _divide(position, block_size, POWER_BLOCK_SIZE: tl.constexpr):
+    """(logical block, offset in it) of positions; shifts where the block size is a power of two."""
+    if POWER_BLOCK_SIZE > 0:
+        return position // POWER_BLOCK_SIZE, position % POWER_BLOCK_SIZE
+    else:
+        return position // block_size, position % block_size
 
 
 @triton.jit
@@ -106,10 +143,10 @@ def _load_rows(
 
 @triton.jit
 def _scores(
-    query, key, position, terms, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr
+    query, key, position, scale, terms, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr
 ):  # fmt: skip
     """Scaled, capped and biased products; finite unless query or key holds a NaN."""
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * terms.scale
+    scores = scale * tl.dot(query, tl.trans(key), input_precision="ieee")
     # An overflowed score is still a score: a row whose only key has one takes that key's value.
     scores = tl.clamp(scores, -FLOAT32_MAX, FLOAT32_MAX, propagate_nan=tl.PropagateNan.ALL)
     if HAS_SOFTCAP:
@@ -123,24 +160,23 @@ def _scores(
 
 @triton.jit
 def _add_nonfinite_values(
-    acc, weights, seen, values, place, loaded,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    acc, first, stop, visible, values, table_row, strides, num_blocks, block_size,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr,
     FORMAT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add the tile's NaN and infinite values to the rows that see them, and only to those."""
-    dim = tl.arange(0, BLOCK_D)
-    key = tl.arange(0, BLOCK_N)
-    for chosen in range(BLOCK_N):
-        is_chosen = key == chosen
-        weight = tl.sum(tl.where(is_chosen[None, :], weights, 0.0), 1)
-        row_sees = tl.sum((is_chosen[None, :] & seen).to(tl.int32), 1) > 0
-        chosen_place = tl.sum(tl.where(is_chosen, place, 0), 0)
-        chosen_loaded = tl.sum((is_chosen & loaded).to(tl.int32), 0) > 0
-        pointers = values + chosen_place + dim
-        value = load_as(pointers, (dim < HEAD_DIM) & chosen_loaded, FORMAT, DTYPE)
-        added = row_sees[:, None] & ~is_finite(value)[None, :]
-        # A select, not a sum with 0: the other elements keep even the sign of a zero.
-        acc = tl.where(added, acc + weight[:, None] * value.to(tl.float32)[None, :], acc)
+    """Add NaN and infinite values at positions [first, stop) to the rows that see them only."""
+    dim = tl.arange(0, BLOCK)
+    for position in range(first, stop):
+        column, offset = _divide(position, block_size, POWER_BLOCK_SIZE)
+        block = tl.load(table_row + column).to(tl.int64)
+        exists = (block >= 0) & (block < num_blocks)
+        place = block * strides.block + offset.to(tl.int64) * strides.token
+        value = load_as(values + place + dim, (dim < WIDTH) & exists, FORMAT, DTYPE)
+        sees = (position >= visible.lower) & (position < visible.upper)
+        # A select, not a sum with 0: the other elements keep even the sign of a zero. Any weight
+        # leaves an infinity what it is, so it needs none.
+        added = sees[:, None] & ~is_finite(value)[None, :]
+        acc = tl.where(added, acc + value.to(tl.float32)[None, :], acc)
     return acc
 
 
@@ -151,7 +187,7 @@ def attend(
     EDGE: tl.constexpr, TRUSTED: tl.constexpr, ONE_TOKEN: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    POWER_BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr,
+    GRANULE: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Fold KV tiles into the softmax state (acc, maximum, total) of a tile of rows.
@@ -163,21 +199,29 @@ def attend(
     DTYPE: tl.constexpr = query.dtype
     for index in tl.range(first_tile, stop_tile - skipped, num_stages=STAGES):
         tile = index
-        loaded = None  # the positions of the tile whose rows are read; None: all
         if EDGE:
             tile = tl.where(index < skip_from, index, index + skipped)
         position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        if EDGE:
-            loaded = (position >= visible.lowest) & (position < visible.highest)
-        block, offset = _locate(tile, table_row, loaded, block_size, BLOCK_N, POWER_BLOCK_SIZE)
-        if EDGE:
-            loaded = loaded & (block >= 0) & (block < num_blocks)
-        elif not TRUSTED:
-            loaded = tl.broadcast_to((block >= 0) & (block < num_blocks), [BLOCK_N])
+        key_place, value_place, loaded = _locate(
+            tile, table_row, visible.lowest, visible.highest, num_blocks, block_size,
+            key_strides, value_strides, EDGE, BLOCK_N, GRANULE, POWER_BLOCK_SIZE,
+        )  # fmt: skip
+        scale = terms.scale
+        if TRUSTED and not EDGE:
+            # Always terms.scale here. Table entries that reach the scores on this way too get no
+            # stage of the pipeline for themselves; keys and values need them all.
+            scale = tl.where(tl.max(loaded.to(tl.int32), 0) == 1, scale, 0.0)
+            loaded = None
 
-        key_place = block * key_strides.block + offset * key_strides.token
+        REPLACES: tl.constexpr = EDGE and not ONE_TOKEN
+        if REPLACES:
+            # A key that one row sees and another does not: a weight of 0 would not hide its NaN.
+            value = _load_rows(values, value_place, loaded, VALUE_DIM, BLOCK_DV, FORMAT, DTYPE)
+            finite = is_finite(value)
+            all_finite = tl.min(tl.min(finite.to(tl.int32), 1), 0) == 1
+            value = tl.where(finite, value, 0.0)
         key = _load_rows(keys, key_place, loaded, KEY_DIM, BLOCK_D, FORMAT, DTYPE)
-        scores = _scores(query, key, position, terms, HAS_SOFTCAP, HAS_SLOPES)
+        scores = _scores(query, key, position, scale, terms, HAS_SOFTCAP, HAS_SLOPES)
         if EDGE:
             seen = position[None, :] >= visible.lower[:, None]
             seen = seen & (position[None, :] < visible.upper[:, None]) & loaded[None, :]
@@ -198,20 +242,16 @@ def attend(
         acc = acc * decay[:, None]
         maximum = new_maximum
 
-        value_place = block * value_strides.block + offset * value_strides.token
-        value = _load_rows(values, value_place, loaded, VALUE_DIM, BLOCK_DV, FORMAT, DTYPE)
-        if EDGE and not ONE_TOKEN:
-            # A key that one row sees and another does not: its weight of 0 would not hide a NaN.
-            finite = is_finite(value)
-            value = tl.where(finite, value, 0.0)
-            acc = tl.dot(weights.to(DTYPE), value, acc, input_precision="ieee")
-            if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
-                acc = _add_nonfinite_values(
-                    acc, weights, seen, values, value_place, loaded,
-                    VALUE_DIM, BLOCK_N, BLOCK_DV, FORMAT, DTYPE,
-                )  # fmt: skip
-        else:
-            acc = tl.dot(weights.to(DTYPE), value, acc, input_precision="ieee")
+        if not REPLACES:
+            value = _load_rows(values, value_place, loaded, VALUE_DIM, BLOCK_DV, FORMAT, DTYPE)
+        acc = tl.dot(weights.to(DTYPE), value, acc, input_precision="ieee")
+        if REPLACES and not all_finite:
+            acc = _add_nonfinite_values(
+                acc, tl.maximum(tile * BLOCK_N, visible.lowest),
+                tl.minimum(tile * BLOCK_N + BLOCK_N, visible.highest), visible,
+                values, table_row, value_strides, num_blocks, block_size,
+                VALUE_DIM, BLOCK_DV, POWER_BLOCK_SIZE, FORMAT, DTYPE,
+            )  # fmt: skip
     return acc, maximum, total
 
 

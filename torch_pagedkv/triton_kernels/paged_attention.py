@@ -20,7 +20,7 @@ from torch_pagedkv.triton_kernels.attention_tiles import (
     heads_per_tile,
 )
 from torch_pagedkv.triton_kernels.device_guard import device_of
-from torch_pagedkv.triton_kernels.fp8 import FORMATS, as_bytes
+from torch_pagedkv.triton_kernels.fp8 import as_bytes, decoded_format
 from torch_pagedkv.triton_kernels.online_softmax import (
     LOG2E,
     ScoreTerms,
@@ -115,13 +115,16 @@ def _attention_kernel(
     softmax_scale, softcap, inverse_softcap, window_left, window_right, num_splits, least_tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    LONG: tl.constexpr, SHORT_ROWS: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    LONG: tl.constexpr, SHORT_ROWS: tl.constexpr,
+    GRANULE: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr,
     FORMAT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     TOKENS: tl.constexpr = BLOCK_M // TILE_HEADS
     HEADS: tl.constexpr = KV_HEADS * GROUP
+    EDGE_GRANULE: tl.constexpr = min(GRANULE, EDGE_N)
     ONE_TOKEN: tl.constexpr = cu_seqlens_q is None or TOKENS == 1
     head_tile = tl.program_id(0) % (KV_HEADS * HEAD_TILES)
     index = tl.program_id(0) // (KV_HEADS * HEAD_TILES)
@@ -186,6 +189,12 @@ def _attention_kernel(
         if not _all_blocks_exist(table_row, columns_from, columns_to, num_blocks):
             inner_to = inner_from
 
+    # Tiles that not every row sees whole are cut finer: less of them is computed in vain, and
+    # masks and replaced values find the registers that they need.
+    PARTS: tl.constexpr = BLOCK_N // EDGE_N
+    edge_from = tl.minimum(tl.maximum(first_tile * PARTS, lowest // EDGE_N), inner_from * PARTS)
+    edge_to = tl.minimum(tl.maximum(tl.cdiv(highest, EDGE_N), inner_to * PARTS), stop_tile * PARTS)
+
     # Attend.
     scale = softmax_scale
     if k_scale is not None:
@@ -207,16 +216,16 @@ def _attention_kernel(
     acc, maximum, total = attend(
         acc, maximum, total, rows, keys, values, table_row, visible, terms,
         key_strides, value_strides, num_blocks, block_size,
-        first_tile, stop_tile, inner_from, inner_to - inner_from,
-        True, False, ONE_TOKEN, KEY_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
-        POWER_BLOCK_SIZE, FORMAT, HAS_SOFTCAP, alibi_slopes is not None, 1,
+        edge_from, edge_to, inner_from * PARTS, (inner_to - inner_from) * PARTS,
+        True, False, ONE_TOKEN, KEY_DIM, VALUE_DIM, EDGE_N, BLOCK_D, BLOCK_DV,
+        EDGE_GRANULE, POWER_BLOCK_SIZE, FORMAT, HAS_SOFTCAP, alibi_slopes is not None, 1,
     )  # fmt: skip
     acc, maximum, total = attend(
         acc, maximum, total, rows, keys, values, table_row, visible, terms,
         key_strides, value_strides, num_blocks, block_size,
         inner_from, inner_to, inner_to, 0,
         False, LONG, ONE_TOKEN, KEY_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
-        POWER_BLOCK_SIZE, FORMAT, HAS_SOFTCAP, alibi_slopes is not None, STAGES,
+        GRANULE, POWER_BLOCK_SIZE, FORMAT, HAS_SOFTCAP, alibi_slopes is not None, STAGES,
     )  # fmt: skip
 
     # Write.
@@ -320,6 +329,7 @@ def launch(
     short, long = choose_tiles(query.dtype, key_cache.dtype, key_dim, value_dim, group, limits)
     head_tiles = kv_heads * triton.cdiv(group, tile_heads)
     packed = cu_seqlens_q is not None
+    power = block_size & -block_size  # the largest power of two that divides it
     # Rows past cu_seqlens_q[-1] count as one more sequence.
     grids = [(short, (num_sequences + packed) * head_tiles)]
     if packed and num_tokens * tile_heads > short.rows:
@@ -347,9 +357,9 @@ def launch(
                 block_size, softmax_scale, softcap, min(1.0 / softcap, _LARGEST) if softcap else 0.0,
                 window_left, window_right, num_splits, least_tiles,
                 kv_heads, group, tile_heads, key_dim, value_dim,
-                tile.rows, tile.keys, block_dim(key_dim), block_dim(value_dim),
-                tile is long, short.rows, block_size if block_size & (block_size - 1) == 0 else 0,
-                FORMATS.get(key_cache.dtype), softcap > 0.0, tile.stages,
+                tile.rows, tile.keys, tile.edge_keys, block_dim(key_dim), block_dim(value_dim),
+                tile is long, short.rows, min(power, tile.keys), power if power == block_size else 0,
+                decoded_format(key_cache.dtype, limits.converts_float8), softcap > 0.0, tile.stages,
                 num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
         if num_splits > 1:
