@@ -73,28 +73,28 @@ def choose_tiles(
     """Return the (short, long) tile of a model's shape.
 
     A long tile is as large as registers allow without spilling; keys and values of the next steps
-    are in flight meanwhile. A short one has just the rows of a token: what counts there is how many
-    bytes are in flight on a multiprocessor that runs several of them.
+    are in flight meanwhile. A short one has just the rows of a few tokens: what counts there is how
+    many bytes are in flight on a multiprocessor that runs several of them.
     """
     block_d, block_dv = block_dim(head_dim), block_dim(value_head_dim)
     widest = max(block_d, block_dv)
     rows = max(16, triton.next_power_of_2(heads_per_tile(group, max(head_dim, value_head_dim))))
+    warps = 4 if rows <= 32 and widest <= 256 else 8
     if dtype == torch.float32:
         # Exact products have no matrix unit: every one of them is an instruction of its own.
         keys = 32 if widest <= 128 else 16
-        short = Tile(rows, keys, keys, 4 if rows <= 32 else 8, 2)
+        short = Tile(rows, keys, keys, warps, 2)
         long = Tile(max(rows, 64 if widest <= 128 else 32), keys, keys, 8, 1)
+    elif widest <= 64:
+        short, long = Tile(rows, 64, 64, warps, 4), Tile(128, 64, 32, 8, 3)
+    elif widest <= 128:
+        short, long = Tile(rows, 64, 64, warps, 3), Tile(128, 128, 64, 8, 3)
+        if not limits.warp_groups:
+            long = Tile(max(rows, 64), 64, 32, 4 if rows <= 64 else 8, 3)
+    elif widest <= 256:
+        short, long = Tile(rows, 32, 32, warps, 3), Tile(max(rows, 64), 64, 16, 8, 2)
     else:
-        if widest <= 64:
-            short, long = Tile(rows, 64, 64, 4, 4), Tile(128, 64, 32, 8, 3)
-        elif widest <= 128:
-            short, long = Tile(rows, 64, 64, 4, 3), Tile(128, 128, 64, 8, 3)
-        elif widest <= 256:
-            short, long = Tile(rows, 32, 32, 4, 3), Tile(max(rows, 64), 64, 16, 8, 2)
-        else:
-            short, long = Tile(rows, 32, 16, 8, 2), Tile(max(rows, 32), 32, 16, 8, 2)
-        if rows >= 64:
-            short = short._replace(warps=8)
+        short, long = Tile(rows, 32, 16, warps, 2), Tile(max(rows, 32), 32, 16, 8, 2)
     width = block_d + block_dv
     # float8 rows are held once more, decoded, for the matrix units.
     copied_bytes = width * dtype.itemsize if pool_dtype.itemsize < dtype.itemsize else 0

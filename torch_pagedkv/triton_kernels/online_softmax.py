@@ -7,18 +7,10 @@ import triton
 import triton.language as tl
 
 from torch_pagedkv.triton_kernels.fp8 import load_as
+from torch_pagedkv.triton_kernels.query_tiles import all_blocks_exist
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 FLOAT32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
-
-
-class Visible(NamedTuple):
-    """What the rows of a tile may see: keys [lower, upper) of each row, [lowest, highest) of any."""
-
-    lower: tl.tensor
-    upper: tl.tensor
-    lowest: tl.tensor
-    highest: tl.tensor
 
 
 class ScoreTerms(NamedTuple):
@@ -52,16 +44,6 @@ def is_finite(x):
         return (x.to(tl.int16, bitcast=True) & 0x7C00) != 0x7C00
     else:
         return (x.to(tl.int16, bitcast=True) & 0x7F80) != 0x7F80
-
-
-@triton.jit
-def key_range(position, length, window_left, window_right):
-    """The keys [lower, upper) that a query at ``position`` sees; a window of -1 has no limit."""
-    position = position.to(tl.int64)
-    lower = tl.where(window_left >= 0, tl.maximum(position - window_left, 0), 0)
-    upper = tl.where(window_right >= 0, position + window_right + 1, length)
-    upper = tl.minimum(tl.maximum(upper, 0), length)
-    return tl.minimum(lower, upper).to(tl.int32), upper.to(tl.int32)
 
 
 @triton.jit
@@ -181,7 +163,7 @@ def _add_nonfinite_values(
 
 
 @triton.jit
-def attend(
+def _fold(
     acc, maximum, total, query, keys, values, table_row, visible, terms, key_strides, value_strides,
     num_blocks, block_size, first_tile, stop_tile, skip_from, skipped,
     EDGE: tl.constexpr, TRUSTED: tl.constexpr, ONE_TOKEN: tl.constexpr,
@@ -256,10 +238,54 @@ def attend(
 
 
 @triton.jit
+def attend(
+    query, keys, values, table_row, tiles, visible, terms, key_strides, value_strides,
+    num_blocks, block_size,
+    LONG: tl.constexpr, ONE_TOKEN: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    GRANULE: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return the softmax state (acc, maximum, total) of a tile of rows over its KV tiles."""
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    inner_from, inner_to = tiles.inner_from, tiles.inner_to
+    if LONG:
+        # Looking once at all table entries keeps the inner loop free of masks.
+        first, stop = inner_from * BLOCK_N, inner_to * BLOCK_N
+        trusted = all_blocks_exist(table_row, first, stop, num_blocks, block_size)
+        inner_to = tl.where(trusted, inner_to, inner_from)
+    # Tiles that not every row sees whole are cut finer: less of them is computed in vain, and
+    # masks and replaced values find the registers that they need.
+    PARTS: tl.constexpr = BLOCK_N // EDGE_N
+    EDGE_GRANULE: tl.constexpr = min(GRANULE, EDGE_N)
+    skipped = (inner_to - inner_from) * PARTS
+    inner_part = inner_from * PARTS
+    first_part = tl.minimum(tl.maximum(tiles.first * PARTS, visible.lowest // EDGE_N), inner_part)
+    stop_part = tl.minimum(tl.cdiv(visible.highest, EDGE_N), tiles.stop * PARTS)
+    stop_part = tl.maximum(stop_part, inner_to * PARTS)
+    acc, maximum, total = _fold(
+        acc, maximum, total, query, keys, values, table_row, visible, terms,
+        key_strides, value_strides, num_blocks, block_size, first_part, stop_part, inner_part, skipped,
+        True, False, ONE_TOKEN, KEY_DIM, VALUE_DIM, EDGE_N, BLOCK_D, BLOCK_DV,
+        EDGE_GRANULE, POWER_BLOCK_SIZE, FORMAT, HAS_SOFTCAP, HAS_SLOPES, 1,
+    )  # fmt: skip
+    return _fold(
+        acc, maximum, total, query, keys, values, table_row, visible, terms,
+        key_strides, value_strides, num_blocks, block_size, inner_from, inner_to, inner_to, 0,
+        False, LONG, ONE_TOKEN, KEY_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
+        GRANULE, POWER_BLOCK_SIZE, FORMAT, HAS_SOFTCAP, HAS_SLOPES, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
 def finish(acc, maximum, total, sink, value_scale, HAS_SINK: tl.constexpr):
     """Turn a softmax state into (rows of out, lse); the sink is one more logit without a value."""
     seen = total != 0.0
     if HAS_SINK:
+        sink = sink.to(tl.float32)
         joined = tl.maximum(maximum, sink)
         reference = tl.where(joined == float("-inf"), 0.0, joined)
         decay = tl.exp2((maximum - reference) * LOG2E)

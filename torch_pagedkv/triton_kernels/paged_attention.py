@@ -21,14 +21,8 @@ from torch_pagedkv.triton_kernels.attention_tiles import (
 )
 from torch_pagedkv.triton_kernels.device_guard import device_of
 from torch_pagedkv.triton_kernels.fp8 import as_bytes, decoded_format
-from torch_pagedkv.triton_kernels.online_softmax import (
-    LOG2E,
-    ScoreTerms,
-    Visible,
-    attend,
-    finish,
-    key_range,
-)
+from torch_pagedkv.triton_kernels.online_softmax import LOG2E, ScoreTerms, attend, finish
+from torch_pagedkv.triton_kernels.query_tiles import take_keys, take_rows
 from torch_pagedkv.triton_kernels.strides import per_head_stride, pool_strides, row_strides
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -50,54 +44,10 @@ class VectorStrides(NamedTuple):
 
 
 @triton.jit
-def _query_range(cu_seqlens_q, stride, sequence, num_sequences, num_tokens):
-    """Rows [start, stop) of a sequence; the one past the last owns the padding at the end."""
-    start = tl.load(cu_seqlens_q + sequence.to(tl.int64) * stride).to(tl.int64)
-    is_padding = sequence == num_sequences
-    following = cu_seqlens_q + (sequence + 1).to(tl.int64) * stride
-    stop = tl.load(following, mask=~is_padding, other=0).to(tl.int64)
-    stop = tl.where(is_padding, num_tokens, stop)
-    start = tl.minimum(tl.maximum(start, 0), num_tokens).to(tl.int32)
-    stop = tl.minimum(tl.maximum(stop, 0), num_tokens).to(tl.int32)
-    return start, tl.maximum(start, stop)
-
-
-@triton.jit
-def _sequence_of_tile(cu_seqlens_q, stride, tile, num_sequences, TOKENS: tl.constexpr):
-    """The sequence whose tiles include ``tile``: sequence i's begin at cu_seqlens_q[i] // TOKENS + i.
-
-    That leaves every sequence at least the tiles it needs, and is known without a sum over lengths.
-    """
-    begun = 0
-    for first in range(0, num_sequences + 1, 256):
-        sequence = first + tl.arange(0, 256)
-        valid = sequence <= num_sequences
-        start = tl.load(cu_seqlens_q + sequence.to(tl.int64) * stride, mask=valid, other=0)
-        begun += tl.sum((valid & (start.to(tl.int64) // TOKENS + sequence <= tile)).to(tl.int32), 0)
-    return begun - 1
-
-
-@triton.jit
-def _all_blocks_exist(table_row, first, stop, num_blocks):
-    """Whether columns [first, stop) of a table row all name blocks of the pool."""
-    missing = 0
-    for start in range(first, stop, 256):
-        column = start + tl.arange(0, 256)
-        block = tl.load(table_row + column, mask=column < stop, other=0)
-        missing += tl.sum(((block < 0) | (block >= num_blocks)).to(tl.int32), 0)
-    return missing == 0
-
-
-@triton.jit
-def _share_of_split(first, stop, split, num_splits, least_tiles):
-    """The contiguous part of tiles [first, stop) that is a split's own, empty past the last part."""
-    tiles = stop - first
-    parts = tl.maximum(tl.minimum(num_splits, tl.cdiv(tiles, least_tiles)), 1)
-    share = tiles // parts
-    larger = tiles % parts  # so many parts take one tile more
-    begin = first + split * share + tl.minimum(split, larger)
-    end = begin + share + tl.where(split < larger, 1, 0)
-    return tl.where(split < parts, begin, stop), tl.where(split < parts, end, stop)
+def _store_rows(out, rows, place, is_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    dim = tl.arange(0, BLOCK)
+    mask = is_row[:, None] & (dim < WIDTH)[None, :]
+    tl.store(out + place[:, None] * WIDTH + dim[None, :], rows.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
@@ -123,40 +73,14 @@ def _attention_kernel(
 ):  # fmt: skip
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     TOKENS: tl.constexpr = BLOCK_M // TILE_HEADS
-    HEADS: tl.constexpr = KV_HEADS * GROUP
-    EDGE_GRANULE: tl.constexpr = min(GRANULE, EDGE_N)
-    ONE_TOKEN: tl.constexpr = cu_seqlens_q is None or TOKENS == 1
-    head_tile = tl.program_id(0) % (KV_HEADS * HEAD_TILES)
-    index = tl.program_id(0) // (KV_HEADS * HEAD_TILES)
-    split = tl.program_id(1)
-
-    # Which rows.
-    first = 0
-    if cu_seqlens_q is None:
-        sequence = index
-        start, stop = index, index + 1
-    elif LONG:
-        # Late tiles of a causal sequence see the most keys: they start first.
-        index = tl.num_programs(0) // (KV_HEADS * HEAD_TILES) - 1 - index
-        sequence = _sequence_of_tile(
-            cu_seqlens_q, vector_strides.start, index, num_sequences, TOKENS
-        )
-        if sequence < 0:
-            return
-        start, stop = _query_range(
-            cu_seqlens_q, vector_strides.start, sequence, num_sequences, num_tokens
-        )
-        first = (index - (start // TOKENS + sequence)) * TOKENS
-        if ((stop - start) * TILE_HEADS <= SHORT_ROWS) | (first >= stop - start):
-            return
-    else:
-        sequence = index
-        start, stop = _query_range(
-            cu_seqlens_q, vector_strides.start, sequence, num_sequences, num_tokens
-        )
-        if ((stop - start) * TILE_HEADS > SHORT_ROWS) | (stop == start):
-            return
+    sequence, start, stop, first = take_rows(
+        cu_seqlens_q, vector_strides.start, num_sequences, num_tokens,
+        KV_HEADS * HEAD_TILES, TILE_HEADS, TOKENS, LONG, SHORT_ROWS,
+    )  # fmt: skip
     query_len = stop - start
+    if query_len == 0:
+        return
+    head_tile = tl.program_id(0) % (KV_HEADS * HEAD_TILES)
     kv_head = head_tile // HEAD_TILES
     row = tl.arange(0, BLOCK_M)
     token = first + row // TILE_HEADS
@@ -164,38 +88,14 @@ def _attention_kernel(
     head = (kv_head * GROUP + head_in_group).to(tl.int64)
     is_row = (row < TOKENS * TILE_HEADS) & (token < query_len) & (head_in_group < GROUP)
 
-    # Which keys.
-    is_sequence = sequence < num_sequences
     length_pointer = seqused_k + sequence.to(tl.int64) * vector_strides.length
-    length = tl.load(length_pointer, mask=is_sequence, other=0).to(tl.int64)
+    length = tl.load(length_pointer, mask=sequence < num_sequences, other=0).to(tl.int64)
     length = tl.minimum(tl.maximum(length, 0), max_positions).to(tl.int32)
-    offset = length - query_len
-    lower, upper = key_range(token + offset, length, window_left, window_right)
-    lowest, seen_by_all_to = key_range(first + offset, length, window_left, window_right)
     last = tl.minimum(first + TOKENS, query_len) - 1
-    seen_by_all_from, highest = key_range(last + offset, length, window_left, window_right)
-    visible = Visible(tl.where(is_row, lower, 0), tl.where(is_row, upper, 0), lowest, highest)
-    first_tile = lowest // BLOCK_N
-    stop_tile = tl.maximum(tl.cdiv(highest, BLOCK_N), first_tile)
-    stop_tile = tl.where(highest > lowest, stop_tile, first_tile)
-    first_tile, stop_tile = _share_of_split(first_tile, stop_tile, split, num_splits, least_tiles)
-    inner_from = tl.minimum(tl.maximum(tl.cdiv(seen_by_all_from, BLOCK_N), first_tile), stop_tile)
-    inner_to = tl.minimum(tl.maximum(seen_by_all_to // BLOCK_N, inner_from), stop_tile)
-    table_row = block_table + sequence.to(tl.int64) * table_stride
-    if LONG:
-        # Looking once at all table entries keeps the inner loop free of masks.
-        columns_from = inner_from * BLOCK_N // block_size
-        columns_to = tl.cdiv(inner_to * BLOCK_N, block_size)
-        if not _all_blocks_exist(table_row, columns_from, columns_to, num_blocks):
-            inner_to = inner_from
-
-    # Tiles that not every row sees whole are cut finer: less of them is computed in vain, and
-    # masks and replaced values find the registers that they need.
-    PARTS: tl.constexpr = BLOCK_N // EDGE_N
-    edge_from = tl.minimum(tl.maximum(first_tile * PARTS, lowest // EDGE_N), inner_from * PARTS)
-    edge_to = tl.minimum(tl.maximum(tl.cdiv(highest, EDGE_N), inner_to * PARTS), stop_tile * PARTS)
-
-    # Attend.
+    visible, tiles = take_keys(
+        token, is_row, first, last, length - query_len, length, window_left, window_right,
+        num_splits, least_tiles, BLOCK_N,
+    )  # fmt: skip
     scale = softmax_scale
     if k_scale is not None:
         scale = scale * tl.load(k_scale + kv_head * vector_strides.k_scale)
@@ -203,51 +103,36 @@ def _attention_kernel(
     if alibi_slopes is not None:
         slopes = alibi_slopes + head * vector_strides.slope
         slope = tl.load(slopes, mask=is_row, other=0.0).to(tl.float32)
-    terms = ScoreTerms(scale, softcap, inverse_softcap, slope, token + offset)
+    terms = ScoreTerms(scale, softcap, inverse_softcap, slope, token + (length - query_len))
     dim = tl.arange(0, BLOCK_D)
-    query_place = (start + token).to(tl.int64) * query_strides.token + head * query_strides.head
-    query_mask = is_row[:, None] & (dim < KEY_DIM)[None, :]
-    rows = tl.load(query + query_place[:, None] + dim[None, :], mask=query_mask, other=0.0)
-    keys = key_cache + kv_head.to(tl.int64) * key_strides.head
-    values = value_cache + kv_head.to(tl.int64) * value_strides.head
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    place = (start + token).to(tl.int64) * query_strides.token + head * query_strides.head
+    mask = is_row[:, None] & (dim < KEY_DIM)[None, :]
+    rows = tl.load(query + place[:, None] + dim[None, :], mask=mask, other=0.0)
     acc, maximum, total = attend(
-        acc, maximum, total, rows, keys, values, table_row, visible, terms,
+        rows, key_cache + kv_head.to(tl.int64) * key_strides.head,
+        value_cache + kv_head.to(tl.int64) * value_strides.head,
+        block_table + sequence.to(tl.int64) * table_stride, tiles, visible, terms,
         key_strides, value_strides, num_blocks, block_size,
-        edge_from, edge_to, inner_from * PARTS, (inner_to - inner_from) * PARTS,
-        True, False, ONE_TOKEN, KEY_DIM, VALUE_DIM, EDGE_N, BLOCK_D, BLOCK_DV,
-        EDGE_GRANULE, POWER_BLOCK_SIZE, FORMAT, HAS_SOFTCAP, alibi_slopes is not None, 1,
-    )  # fmt: skip
-    acc, maximum, total = attend(
-        acc, maximum, total, rows, keys, values, table_row, visible, terms,
-        key_strides, value_strides, num_blocks, block_size,
-        inner_from, inner_to, inner_to, 0,
-        False, LONG, ONE_TOKEN, KEY_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
-        GRANULE, POWER_BLOCK_SIZE, FORMAT, HAS_SOFTCAP, alibi_slopes is not None, STAGES,
+        LONG, cu_seqlens_q is None or TOKENS == 1, KEY_DIM, VALUE_DIM,
+        BLOCK_M, BLOCK_N, EDGE_N, BLOCK_D, BLOCK_DV, GRANULE, POWER_BLOCK_SIZE,
+        FORMAT, HAS_SOFTCAP, alibi_slopes is not None, STAGES,
     )  # fmt: skip
 
-    # Write.
-    dim = tl.arange(0, BLOCK_DV)
-    mask = is_row[:, None] & (dim < VALUE_DIM)[None, :]
-    place = (start + token).to(tl.int64) * HEADS + head
+    place = (start + token).to(tl.int64) * (KV_HEADS * GROUP) + head
     if num_splits == 1:
-        sink = maximum
+        sink, value_scale = maximum, 1.0
         if sinks is not None:
-            sink = tl.load(sinks + head * vector_strides.sink, mask=is_row, other=0.0).to(tl.float32)
-        value_scale = 1.0
+            sink = tl.load(sinks + head * vector_strides.sink, mask=is_row, other=0.0)
         if v_scale is not None:
             value_scale = tl.load(v_scale + kv_head * vector_strides.v_scale)
         acc, row_lse = finish(acc, maximum, total, sink, value_scale, sinks is not None)
-        out_dtype: tl.constexpr = out.dtype.element_ty
-        tl.store(out + place[:, None] * VALUE_DIM + dim[None, :], acc.to(out_dtype), mask=mask)
-        tl.store(lse + head.to(tl.int64) * num_tokens + start + token, row_lse, mask=is_row)
+        _store_rows(out, acc, place, is_row, VALUE_DIM, BLOCK_DV)
+        tl.store(lse + head * num_tokens + start + token, row_lse, mask=is_row)
     else:
-        num_rows = num_tokens.to(tl.int64) * HEADS
-        place += split * num_rows
-        mask = mask & (total != 0.0)[:, None]  # an empty part is never read
-        tl.store(partials + place[:, None] * VALUE_DIM + dim[None, :], acc, mask=mask)
+        num_rows = num_tokens.to(tl.int64) * (KV_HEADS * GROUP)
+        place += tl.program_id(1) * num_rows
+        # What an empty part would hold is never read.
+        _store_rows(partials, acc, place, is_row & (total != 0.0), VALUE_DIM, BLOCK_DV)
         state = partials + num_splits * num_rows * VALUE_DIM
         tl.store(state + place, maximum, mask=is_row)
         tl.store(state + num_splits * num_rows + place, total, mask=is_row)
@@ -287,18 +172,16 @@ def _merge_splits_kernel(
         pointers = partials + (at + place)[:, None] * VALUE_DIM + dim[None, :]
         acc += weight[:, None] * tl.load(pointers, mask=written, other=0.0)
 
-    head = (place % HEADS).to(tl.int32)
-    sink = maximum
+    head = place % HEADS
+    sink, value_scale = maximum, 1.0
     if sinks is not None:
-        sink = tl.load(sinks + head * sink_stride, mask=is_row, other=0.0).to(tl.float32)
-    value_scale = 1.0
+        sink = tl.load(sinks + head * sink_stride, mask=is_row, other=0.0)
     if v_scale is not None:
-        value_scale = tl.load(v_scale + (head // GROUP) * v_scale_stride, mask=is_row, other=1.0)[:, None]
+        scales = v_scale + (head // GROUP) * v_scale_stride
+        value_scale = tl.load(scales, mask=is_row, other=1.0)[:, None]
     acc, row_lse = finish(acc, maximum, total, sink, value_scale, sinks is not None)
-    out_dtype: tl.constexpr = out.dtype.element_ty
-    mask = is_row[:, None] & in_dim[None, :]
-    tl.store(out + place[:, None] * VALUE_DIM + dim[None, :], acc.to(out_dtype), mask=mask)
-    tl.store(lse + head.to(tl.int64) * num_tokens + place // HEADS, row_lse, mask=is_row)
+    _store_rows(out, acc, place, is_row, VALUE_DIM, BLOCK_DV)
+    tl.store(lse + head * num_tokens + place // HEADS, row_lse, mask=is_row)
 
 
 def launch(
