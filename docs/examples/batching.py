@@ -20,7 +20,7 @@ from torch_pagedkv import BlockAllocator, PagedBatch, PagedKVCache, blocks_for
 from torch_pagedkv.integrations import transformers as paged
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Sequence:
     """A prompt and what was generated from it, and the blocks that hold its keys and values."""
 
@@ -178,6 +178,8 @@ class Outcome:
     """What a run left behind."""
 
     sequences: list[Sequence]
+    kv_bytes: int  # of the pool
+    kv_bytes_per_token: int
     seconds: float = 0.0
     step_sizes: list[int] = dataclasses.field(default_factory=list)  # new tokens of each step
     longest: int = 0  # tokens in the pool of any one sequence
@@ -201,8 +203,10 @@ def generate(
 ) -> Outcome:
     """Generate from all prompts, greedily, until an end token or the maximum."""
     names = string.ascii_uppercase + string.ascii_lowercase + string.digits
-    outcome = Outcome([Sequence(names[i % len(names)], p) for i, p in enumerate(prompts)])
-    scheduler = Scheduler(outcome.sequences, runner.cache, runner.batch)
+    sequences = [Sequence(names[i % len(names)], prompt) for i, prompt in enumerate(prompts)]
+    cache = runner.cache
+    outcome = Outcome(sequences, cache.nbytes, cache.bytes_per_block // cache.block_size)
+    scheduler = Scheduler(sequences, cache, runner.batch)
 
     def is_last(sequence: Sequence) -> bool:
         is_full = len(sequence.generated) == max_new_tokens
@@ -222,7 +226,7 @@ def generate(
         outcome.seconds = time.perf_counter() - start
         show(
             f"step {len(outcome.step_sizes):4d} | running {' '.join(s.name for s, _ in step)} | "
-            f"{len(scheduler.waiting)} waiting | blocks {len(owners)}/{runner.cache.num_blocks} | "
+            f"{len(scheduler.waiting)} waiting | blocks {len(owners)}/{cache.num_blocks} | "
             f"{outcome.num_tokens} tokens, {outcome.num_tokens / outcome.seconds:.1f} a second"
         )
     outcome.num_preempted = scheduler.num_preempted

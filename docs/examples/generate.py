@@ -16,7 +16,9 @@ import os
 import sys
 from pathlib import Path
 
-# Both are read when transformers is imported.
+# Read when torch and transformers are imported. Threads that wait shall sleep, not spin: that costs
+# little on an idle machine, and on a busy one spinning makes every step take several times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -67,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     add("--max-new-tokens", type=int, default=48)
     add("--block-size", type=int, default=16, help="tokens in a KV block")
-    add("--num-blocks", type=int, default=32, help="KV blocks in the pool")
+    add("--num-blocks", type=int, default=40, help="KV blocks in the pool")
     add("--max-batch", type=int, default=8, help="sequences that run at once")
     add("--max-tokens", type=int, default=16, help="new tokens that fit into a step")
     add("--no-compile", action="store_true", help="run the model as it is")
@@ -125,33 +127,46 @@ def print_texts(questions: list[str], outcome: Outcome, loaded: Loaded) -> None:
 
 def print_speeds(outcome: Outcome, baseline: tuple[int, float]) -> None:
     tokens, seconds = baseline
-    print(
-        f"speed  torch_pagedkv {outcome.num_tokens / outcome.seconds:8.1f} tokens/s   at most "
-        f"{outcome.most_running} of {len(outcome.sequences)} sequences at once, "
-        f"{outcome.num_preempted} times one had to start again"
+    num_sequences = len(outcome.sequences)
+    longest = max(len(sequence.prompt) for sequence in outcome.sequences)
+    most_new = max(len(sequence.generated) for sequence in outcome.sequences)
+    padded_bytes = num_sequences * (longest + most_new - 1) * outcome.kv_bytes_per_token
+    rows = (
+        (
+            "torch_pagedkv",
+            outcome.num_tokens / outcome.seconds,
+            outcome.kv_bytes,
+            f"at most {outcome.most_running} of {num_sequences} sequences at once; "
+            f"{outcome.num_preempted} had to start again",
+        ),
+        (
+            "transformers",
+            tokens / seconds,
+            padded_bytes,
+            f"generate() with sdpa, all {num_sequences} prompts in one batch, padded on the left",
+        ),
     )
-    print(
-        f"       transformers  {tokens / seconds:8.1f} tokens/s   generate() with sdpa, all "
-        f"{len(outcome.sequences)} prompts in one batch, padded on the left"
-    )
+    print(f"{'':14}{'tokens/s':>10}{'KV cache':>13}")
+    for name, speed, num_bytes, remark in rows:
+        print(f"{name:14}{speed:10.1f}{num_bytes / 1e6:10.1f} MB   {remark}")
 
 
 def print_pool(outcome: Outcome, args: argparse.Namespace, progress: Progress) -> None:
     lengths = ", ".join(f"{name} {length}" for name, length in outcome.fullest_lengths.items())
     print(
-        f"\npool   at its fullest, in step {outcome.fullest_step}: {len(outcome.fullest)} of "
+        f"\nthe pool at its fullest, in step {outcome.fullest_step}: {len(outcome.fullest)} of "
         f"{args.num_blocks} blocks of {args.block_size} tokens, one letter a block\n"
         f"{draw_pool(outcome.fullest, args.num_blocks, use_colour=progress.is_live)}\n"
-        f"       tokens stored: {lengths}\n"
+        f"  tokens stored: {lengths}\n"
     )
 
 
 def print_graphs(outcome: Outcome, graphs: int | None) -> None:
     if graphs is None:
-        print("graphs not compiled")
+        print("compiled graphs: none")
         return
     print(
-        f"graphs {graphs} compiled, {graphs - 1} recompiles, for {len(outcome.step_sizes)} steps "
+        f"compiled graphs: {graphs}, recompiles: {graphs - 1}, in {len(outcome.step_sizes)} steps "
         f"of {min(outcome.step_sizes)} to {max(outcome.step_sizes)} new tokens and lengths up to "
         f"{outcome.longest}"
     )

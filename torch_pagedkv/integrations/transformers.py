@@ -261,8 +261,8 @@ def forward(
         positions: [T] int64, each token's position in its sequence.
         kv_cache: the pools, as ``make_cache`` makes them.
         paged_batch: the batch.
-        logits_rows: [N] int64, the rows to compute logits of, such as each sequence's last; None:
-            all.
+        logits_rows: [N] int32 or int64, the rows to compute logits of, such as each sequence's
+            last; None: all.
 
     Returns:
         [T or N, vocab_size], the logits in the model's dtype.
@@ -272,7 +272,9 @@ def forward(
             ``paged_attention_forward`` refuses.
 
     Not checked:
-        That positions and the batch describe the same tokens.
+        That positions and the batch describe the same tokens. Rotary embeddings whose scaling
+        follows the longest position (dynamic NTK, longrope) take it from the whole batch: a
+        sequence past the original length changes those of its batch mates.
 
     Example:
         >>> import torch, transformers
