@@ -41,6 +41,18 @@ FAMILIES = {
     ),
     "GptOss": dict(head_dim=16, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2),
     "Phi3": dict(hidden_size=192, num_attention_heads=2, num_key_value_heads=1),  # head_dim 96
+    "Gemma3nText": dict(  # the last layer takes an earlier one's keys and values
+        head_dim=16,
+        sliding_window=WINDOW,
+        num_hidden_layers=3,
+        num_kv_shared_layers=1,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        intermediate_size=[64] * 3,
+        vocab_size_per_layer_input=97,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 3,
+    ),
     # The next two leave the window to the mask, the last has value heads of their own size.
     "Qwen2Moe": dict(
         use_sliding_window=True, sliding_window=WINDOW, shared_expert_intermediate_size=16, **MOE
