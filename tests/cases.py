@@ -19,8 +19,33 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PagedCase:
+class Row:
+    """A row of the table, printed as it stands there: what differs from the defaults."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        shown = []
+        for field in dataclasses.fields(self):
+            value, default = getattr(self, field.name), field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            if default is dataclasses.MISSING or value != default:
+                shown.append(f"{field.name}={repr(value).replace('inf', 'torch.inf')}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # hypothesis asks for it
+        printer.text(repr(self))
+
+    def with_(self, **changes: Any) -> Any:
+        return dataclasses.replace(self, **changes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class PagedCase(Row):
     """A batch of sequences in paged pools, and the options of paged_attention."""
 
     name: str
@@ -43,18 +68,12 @@ class PagedCase:
     sinks: Sequence[float] | None = None  # repeated over the heads
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def __str__(self) -> str:
-        return self.name
-
     @property
     def pool(self) -> torch.dtype:
         return self.pool_dtype or self.dtype
 
     def build(self, device: str, seed: int = 0) -> Batch:
         return Batch(self, device, seed)
-
-    def with_(self, **changes: Any) -> PagedCase:
-        return dataclasses.replace(self, **changes)
 
 
 class Batch:
@@ -216,8 +235,8 @@ def _matrix() -> list[PagedCase]:
 PAGED = _matrix()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WriteCase:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class WriteCase(Row):
     """New tokens and the slots that they go to."""
 
     name: str
@@ -234,12 +253,6 @@ class WriteCase:
     padding_rows: int = 0  # tokens past the slots
     source: str = "packed"  # contiguous, packed (slices of a fused projection), expanded
     scales: str = "none"
-
-    def __str__(self) -> str:
-        return self.name
-
-    def with_(self, **changes: Any) -> WriteCase:
-        return dataclasses.replace(self, **changes)
 
     def build(self, device: str, seed: int = 0) -> tuple[tuple, dict, list[torch.Tensor]]:
         """Return arguments, keyword arguments, and the buffers behind the pools."""
