@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+import os
+
+# Test processes share the cores: a thread that waits must give its core up, not spin on it. OpenMP
+# reads this when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 DEVICES = [
     "cpu",
