@@ -148,7 +148,8 @@ def _add_nonfinite_values(
 ):  # fmt: skip
     """Add NaN and infinite values at positions [first, stop) to the rows that see them only."""
     dim = tl.arange(0, BLOCK)
-    for position in range(first, stop):
+    for index in range(stop - first):
+        position = first + index
         column, offset = _divide(position, block_size, POWER_BLOCK_SIZE)
         block = tl.load(table_row + column).to(tl.int64)
         exists = (block >= 0) & (block < num_blocks)

@@ -1,0 +1,245 @@
+"""Compiles the Triton kernels as launches would, for GPUs that need not be there, and reads the machine code.
+
+A launch is recorded instead of run, so that signatures, divisibility hints and options are those of
+real calls.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+import pytest
+import torch
+
+from torch_pagedkv import native
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("this process interprets Triton", allow_module_level=True)
+
+import importlib  # noqa: E402
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler.compiler import ASTSource, make_backend  # noqa: E402
+from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+
+from torch_pagedkv.triton_kernels import attention_tiles  # noqa: E402
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LIMITS = {
+    80: attention_tiles.DeviceLimits(108, 166912, warp_groups=False, converts_float8=False),
+    86: attention_tiles.DeviceLimits(84, 101376, warp_groups=False, converts_float8=False),
+    90: attention_tiles.DeviceLimits(132, 232448, warp_groups=True, converts_float8=True),
+    100: attention_tiles.DeviceLimits(148, 232448, warp_groups=True, converts_float8=True),
+}
+KERNELS = {
+    stem: importlib.import_module(f"torch_pagedkv.triton_kernels.{stem}") for stem in native.STEMS
+}
+
+
+class Launch:
+    """One recorded launch of a kernel."""
+
+    def __init__(self, kernel, arguments, options, grid) -> None:
+        self.kernel, self.arguments, self.options, self.grid = kernel, arguments, options, grid
+        self.named = dict(zip(kernel.arg_names, arguments, strict=False))
+
+    def specialise(self, capability: int):
+        backend = make_backend(GPUTarget("cuda", capability, 32))
+        binder = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        options = {"debug": False, **self.options}
+        return backend, options, binder(*self.arguments, **options)
+
+    def compile(self, capability: int):
+        backend, options, (bound, specialisation, rest) = self.specialise(capability)
+        options, signature, constants, hints = self.kernel._pack_args(
+            backend, options, bound, specialisation, rest
+        )
+        source = ASTSource(self.kernel, signature, constants, hints)
+        target = GPUTarget("cuda", capability, 32)
+        return triton.compile(source, target=target, options=options.__dict__)
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """Call a stem's launch; return the launches of its kernels."""
+
+    def call(stem: str, *arguments, capability: int = 90) -> list[Launch]:
+        launches = []
+
+        def run(kernel, *values, grid, warmup, **options):
+            launches.append(Launch(kernel, values, options, grid))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(JITFunction, "run", run)
+            patch.setattr(KERNELS["paged_attention"], "device_limits", lambda _: LIMITS[capability])
+            KERNELS[stem].launch(*arguments)
+        return launches
+
+    return call
+
+
+def disassemble(compiled, tmp_path) -> tuple[str, int, int]:
+    """(machine code, registers, bytes of stack) of a compiled kernel."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+
+    def dump(what: str) -> str:
+        return subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True).stdout
+
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", dump("--dump-resource-usage"))
+    return dump("--dump-sass"), int(usage[1]), int(usage[2])
+
+
+def attention(
+    *, dtype=BF16, pool=None, heads=32, kv_heads=8, dim=128, block_size=16, packed=True, tokens=4096,
+    sequences=4, columns=512, options=False, num_splits=0, layout="NHD",
+):  # fmt: skip
+    """Arguments of paged_attention's launch; pools of 8 blocks do, as nothing is read."""
+    pool = pool or dtype
+    shape = (8, block_size, kv_heads, dim)
+    key_cache = value_cache = torch.empty(shape, dtype=pool)
+    if layout == "HND":
+        key_cache = value_cache = torch.empty(8, kv_heads, block_size, dim, dtype=pool).transpose(1, 2)
+    sequences = sequences if packed else tokens
+    scale = torch.ones(1) if pool.itemsize == 1 else None
+    vector = torch.ones(heads) if options else None
+    table = torch.zeros(sequences, columns, dtype=torch.int32)
+    starts = torch.zeros(sequences + 1, dtype=torch.int32) if packed else None
+    return (
+        torch.empty(tokens, heads, dim, dtype=dtype), torch.empty(heads, tokens),
+        torch.empty(tokens, heads, dim, dtype=dtype), key_cache, value_cache,
+        table, torch.zeros(sequences, dtype=torch.int32), starts, 0.1, True,
+        63 if options else -1, -1, 30.0 if options else 0.0, vector, vector, scale, scale, num_splits,
+    )  # fmt: skip
+
+
+ATTENTION = {
+    "bf16": {},
+    "bf16_decode": {"packed": False, "tokens": 16},
+    "bf16_options": {"options": True},
+    "fp16_dim_64": {"dtype": FP16, "dim": 64},
+    "bf16_dim_80_hnd": {"dim": 80, "layout": "HND", "block_size": 528},
+    "bf16_dim_256": {"dim": 256},
+    "bf16_ratio_71": {"heads": 71, "kv_heads": 1, "dim": 64},
+    "e4m3": {"pool": E4M3},
+    "e5m2_decode": {"dtype": FP16, "pool": E5M2, "packed": False, "tokens": 16},
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_on_sm_90_neither_spills_nor_waits_for_loads(name, record, tmp_path):
+    launches = record("paged_attention", *attention(**ATTENTION[name]))
+    for launch in launches:
+        compiled = launch.compile(90)
+        code, registers, stack = disassemble(compiled, tmp_path)
+        assert stack == 0 and not re.search(r"\b(STL|LDL)\b", code), f"{registers} registers, spilled"
+        assert compiled.metadata.shared <= LIMITS[90].shared_memory
+        if "merge" in launch.kernel.__name__:
+            continue
+        assert "LDGSTS.E.BYPASS.128" in code or "LDGSTS.E.128" in code
+        assert ("HGMMA" in code) == (launch.named["BLOCK_M"] >= 64)
+        # Table entries must not have taken a stage of the pipeline from keys and values.
+        key_bytes = launch.named["key_cache"].element_size()
+        width = launch.named["BLOCK_D"] + launch.named["BLOCK_DV"]
+        steps = launch.named["STAGES"] - (launch.named["BLOCK_M"] < 64 or key_bytes == 1)
+        assert compiled.metadata.shared >= steps * launch.named["BLOCK_N"] * width * key_bytes
+
+
+@pytest.mark.parametrize(
+    ("capability", "variant"),
+    [
+        (80, {}),
+        (80, {"pool": E4M3}),
+        (80, {"dtype": FP32, "dim": 256}),
+        (80, {"dim": 512}),
+        (86, {"dim": 256}),
+        (100, {}),
+        (100, {"pool": E4M3}),
+        (100, {"dim": 256}),
+    ],
+    ids=str,
+)
+def test_attention_fits_other_gpus(capability, variant, record):
+    for launch in record("paged_attention", *attention(**variant), capability=capability):
+        shared = launch.compile(capability).metadata.shared
+        assert shared <= LIMITS[capability].shared_memory
+
+
+def write(dtype, pool, scale=None):
+    rows = torch.empty(64, 8, 128, dtype=dtype)
+    cache = torch.empty(8, 16, 8, 128, dtype=pool)
+    return rows, rows, cache, cache, torch.zeros(64, dtype=torch.int64), scale, scale
+
+
+def others(stem: str) -> list[tuple]:
+    """Arguments of the launches of the other ops, in the variants that compile differently."""
+    cache, packed = torch.empty(8, 16, 8, 128, dtype=BF16), torch.empty(8, 16, 8, 256, dtype=E4M3)
+    table, lengths = torch.zeros(4, 9, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    gathered = torch.empty(4, 9 * 16, 8, 128, dtype=BF16)
+    out, lse = torch.empty(64, 8, 128, dtype=BF16), torch.empty(8, 64)
+    ids = torch.zeros(3, dtype=torch.int64)
+    return {
+        "reshape_and_cache": [write(BF16, BF16), write(BF16, E4M3, torch.ones(8)), write(E5M2, E5M2)],
+        "gather_kv": [
+            (gathered, gathered, cache, cache, table, lengths, None, None),
+            (gathered, gathered, packed[..., :128], packed[..., 128:], table, lengths, ids.float()[:1], None),
+        ],
+        "copy_blocks": [(cache, cache, ids, ids), (packed[..., :128], packed[..., 128:], ids, ids)],
+        "compute_slot_mapping": [
+            (torch.empty(64, dtype=torch.int64), table, lengths, torch.zeros(5, dtype=torch.int32), 16)
+        ],
+        "merge_attention_states": [(out, lse, out, lse, out, lse)],
+    }[stem]  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", (80, 90, 100))
+@pytest.mark.parametrize("stem", [stem for stem in native.STEMS if stem != "paged_attention"])
+def test_the_other_kernels_compile_without_spills(stem, capability, record, tmp_path):
+    for arguments in others(stem):
+        (launch,) = record(stem, *arguments)
+        code, _, stack = disassemble(launch.compile(capability), tmp_path)
+        assert stack == 0
+        if stem in ("reshape_and_cache", "copy_blocks"):
+            assert re.search(r"LDG\.E(\.\w+)*\.128", code) and re.search(r"STG\.E(\.\w+)*\.(64|128)", code)
+
+
+def specialisations(launches: list[Launch]) -> set[str]:
+    return {repr((launch.kernel.__name__, launch.specialise(90)[2][1])) for launch in launches}
+
+
+def test_batch_contents_compile_nothing_anew(record):
+    """Sizes of 1, multiples of 16 and others are one kernel: counts, lengths, table widths, strides."""
+    seen = {}
+    for size in (1, 2, 7, 16, 33, 48):
+        wide = torch.zeros(size, size + 3, dtype=torch.int32)
+        kinds = {
+            "packed": attention(tokens=300 + size, sequences=size, columns=size),
+            "decode": attention(packed=False, tokens=size, columns=100 + size),
+            "splits": attention(packed=False, tokens=size, columns=size, num_splits=3),
+        }
+        for kind, arguments in kinds.items():
+            arguments = list(arguments)
+            if kind == "decode":  # one row of a table is still a column slice of something
+                arguments[5] = wide[:, 1 : size + 1]
+            launches = record("paged_attention", *arguments)
+            tiles = [launch for launch in launches if "merge" not in launch.kernel.__name__]
+            seen.setdefault(kind, set()).update(specialisations(tiles))
+        table, lengths = wide[:, :size], torch.zeros(size, dtype=torch.int32)
+        starts = torch.zeros(size + 1, dtype=torch.int32)
+        mapped = torch.empty(size, dtype=torch.int64)
+        seen.setdefault("slots", set()).update(
+            specialisations(record("compute_slot_mapping", mapped, table, lengths, starts, 16))
+        )
+        rows, cache = torch.empty(size, 8, 64, dtype=BF16), torch.empty(8, 16, 8, 64, dtype=BF16)
+        seen.setdefault("write", set()).update(
+            specialisations(record("reshape_and_cache", rows, rows, cache, cache, mapped, None, None))
+        )
+    assert {kind: len(keys) for kind, keys in seen.items()} == {
+        "packed": 2, "decode": 1, "splits": 1, "slots": 1, "write": 1,
+    }  # fmt: skip
+    assert seen["decode"] == seen["splits"]
