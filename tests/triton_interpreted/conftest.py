@@ -19,9 +19,11 @@ IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 # Cases that take seconds to interpret and whose like is among the others.
 SLOW = re.compile(
     r"long_chunks|eight_splits|block_size_(256|528|784)|_of_1|head_dim_(40|56|72|100|112|120|160|192)"
-    r"|layout_(unbind|layers|packed|mixed)|prefix_sums|-(plain|softcap|window)-[128]\]|float16"
+    r"|layout_(unbind|layers|packed|mixed)|cpu-prefix_sums|-(plain|softcap|window)-[128]\]|float16"
 )
-GATHERED = re.compile(r"e4m3_one|e5m2_none|value_dim|exact_table|block_size_7|layout_(HND|padded)|empty")
+GATHERED = re.compile(
+    r"e4m3_one|e5m2_none|value_dim|exact_table|block_size_7|layout_(HND|padded)|empty"
+)
 collect_ignore_glob = [] if IS_INTERPRETING else ["test_*.py"]
 
 

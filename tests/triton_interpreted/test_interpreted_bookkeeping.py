@@ -1,4 +1,4 @@
-"""Tests of the other ops, on the interpreted Triton kernels, without those of raised ValueErrors."""
+"""Tests of the other ops, on the interpreted Triton kernels, without those of raised errors."""
 
 from test_compute_slot_mapping import test_by_hand  # noqa: F401
 from test_compute_slot_mapping import test_equals_reference as test_slots_equal_reference  # noqa: F401
@@ -7,8 +7,8 @@ from test_copy_blocks import (  # noqa: F401
     test_nothing_to_copy,
     test_odd_sizes,
 )
-from test_gather_kv import test_every_byte  # noqa: F401
 from test_gather_kv import test_equals_reference as test_gathered_equal_reference  # noqa: F401
+from test_gather_kv import test_every_byte  # noqa: F401
 from test_merge_attention_states import (  # noqa: F401
     test_any_strides,
     test_empty_parts,

@@ -1,4 +1,4 @@
-"""The ops on GPUs, in Triton: one module per op, each with a ``launch`` that takes checked arguments.
+"""The ops on GPUs, in Triton: a module for each op, with a ``launch`` that takes checked arguments.
 
 Nothing here is imported before a kernel is needed, and nothing here checks arguments: that is done
 behind the dispatcher, in ``torch_pagedkv.ops``. Only values that live on the device (slots, block

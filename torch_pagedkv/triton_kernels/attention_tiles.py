@@ -6,6 +6,12 @@ from typing import NamedTuple
 import torch
 import triton
 
+# A split of fewer keys than this costs more to merge than it saves.
+_LEAST_KEYS_OF_SPLIT = 256
+_MOST_SPLITS = 128
+# Programs with short tiles that a multiprocessor runs at once.
+_RESIDENT = 3
+
 
 class DeviceLimits(NamedTuple):
     multiprocessors: int
@@ -22,6 +28,7 @@ class Tile(NamedTuple):
     edge_keys: int  # KV positions of a step that some rows do not see
     warps: int
     stages: int  # of the software pipeline
+    is_long: bool = False
 
 
 @functools.cache
@@ -55,7 +62,8 @@ def _fit(tile: Tile, row_bytes: int, key_bytes: int, copied_bytes: int, shared_m
     def needed(tile: Tile) -> int:
         # Weights pass through shared memory unless the tile is high enough for warp groups.
         weights = 2 * tile.rows * tile.keys if tile.rows < 64 else 0
-        return weights + tile.rows * row_bytes + tile.keys * (tile.stages * key_bytes + copied_bytes) + 1024
+        keys = tile.keys * (tile.stages * key_bytes + copied_bytes)
+        return tile.rows * row_bytes + weights + keys + 1024
 
     while needed(tile) > shared_memory and (tile.stages > 1 or tile.keys > 16):
         if tile.stages > 1:
@@ -99,18 +107,25 @@ def choose_tiles(
     # float8 rows are held once more, decoded, for the matrix units.
     copied_bytes = width * dtype.itemsize if pool_dtype.itemsize < dtype.itemsize else 0
     cost = (block_d * dtype.itemsize, width * pool_dtype.itemsize, copied_bytes)
-    return _fit(short, *cost, limits.shared_memory), _fit(long, *cost, limits.shared_memory)
+    fitted = _fit(short, *cost, limits.shared_memory), _fit(long, *cost, limits.shared_memory)
+    return fitted[0], fitted[1]._replace(is_long=True)
 
 
-# Splits of a sequence shorter than this would cost more to merge than they save.
-_LEAST_KEYS_OF_SPLIT = 256
-_MOST_SPLITS = 64
+@functools.cache
+def _splits_that_fill(programs: int, slots: int, most: int) -> int:
+    """Return the fewest splits whose programs keep the last round of slots nearly full."""
+    for splits in range(1, most):
+        rounds = programs * splits / slots
+        if rounds >= 0.85 * -(-programs * splits // slots):
+            return splits
+    return most
 
 
 def choose_splits(
-    requested: int, programs: int, max_positions: int, keys: int, limits: DeviceLimits
-) -> tuple[int, int]:
-    """Return (num_splits, fewest KV tiles of a split) for ``programs`` that would run unsplit.
+    requested: int, short_programs: int, long_programs: int, max_positions: int, keys: int,
+    limits: DeviceLimits,
+) -> tuple[int, int]:  # fmt: skip
+    """Return (num_splits, fewest KV tiles of a split) for grids of so many programs without splits.
 
     A sequence is cut by its own length, into at most num_splits parts: a wider table changes
     nothing for it.
@@ -119,6 +134,8 @@ def choose_splits(
     if requested > 0:
         return min(requested, max_tiles), 1
     least_tiles = max(1, _LEAST_KEYS_OF_SPLIT // keys)
-    # Two programs fit on a multiprocessor; more splits than that only wait for each other.
-    wanted = 2 * limits.multiprocessors // max(1, programs)
-    return max(1, min(wanted, _MOST_SPLITS, triton.cdiv(max_tiles, least_tiles))), least_tiles
+    most = min(_MOST_SPLITS, triton.cdiv(max_tiles, least_tiles))
+    if long_programs:  # each of them fills a multiprocessor
+        return max(1, min(most, limits.multiprocessors // long_programs)), least_tiles
+    slots = _RESIDENT * limits.multiprocessors
+    return _splits_that_fill(short_programs, slots, most), least_tiles

@@ -28,9 +28,11 @@ def _last_start_at_or_before(cu_seqlens_q, stride, token, num_sequences):
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_tokens", "num_sequences", "max_positions", "block_size"],
+    do_not_specialize=[
+        "table_stride", "num_tokens", "num_sequences", "max_positions", "block_size",
+    ],
     do_not_specialize_on_alignment=["block_table", "seqused_k", "cu_seqlens_q"],
-)
+)  # fmt: skip
 def _slot_mapping_kernel(
     slot_mapping, block_table, seqused_k, cu_seqlens_q, length_stride, start_stride,
     table_stride, num_tokens, num_sequences, max_positions, block_size, TOKENS: tl.constexpr,
@@ -44,7 +46,8 @@ def _slot_mapping_kernel(
     else:
         sequence = _last_start_at_or_before(cu_seqlens_q, start_stride, token, num_sequences)
         owned = in_range & (sequence >= 0)
-        stop = tl.load(cu_seqlens_q + (sequence + 1) * start_stride, mask=owned, other=0).to(tl.int64)
+        following = cu_seqlens_q + (sequence + 1) * start_stride
+        stop = tl.load(following, mask=owned, other=0).to(tl.int64)
         stop = tl.minimum(stop, num_tokens)
         owned = owned & (token < stop)
     length = tl.load(seqused_k + sequence * length_stride, mask=owned, other=0).to(tl.int64)

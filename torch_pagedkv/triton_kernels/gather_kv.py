@@ -65,13 +65,13 @@ def _gather_kv_kernel(
         row = sequence * max_positions + position
         if tl.program_id(1) == 0:
             _gather_row(
-                keys, key_cache, k_scale, k_scale_stride, key_strides, row, block, offset, visible,
-                NUM_HEADS, KEY_DIM, FORMAT, KEY_TILE,
+                keys, key_cache, k_scale, k_scale_stride, key_strides,
+                row, block, offset, visible, NUM_HEADS, KEY_DIM, FORMAT, KEY_TILE,
             )  # fmt: skip
         else:
             _gather_row(
-                values, value_cache, v_scale, v_scale_stride, value_strides, row, block, offset, visible,
-                NUM_HEADS, VALUE_DIM, FORMAT, VALUE_TILE,
+                values, value_cache, v_scale, v_scale_stride, value_strides,
+                row, block, offset, visible, NUM_HEADS, VALUE_DIM, FORMAT, VALUE_TILE,
             )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ _TILE = 1024
 
 @triton.jit(do_not_specialize=["num_tokens", "a_lse_stride", "b_lse_stride"])
 def _merge_kernel(
-    out, lse, out_a, lse_a, out_b, lse_b, a_strides, b_strides, a_lse_stride, b_lse_stride, num_tokens,
+    out, lse, out_a, lse_a, out_b, lse_b,
+    a_strides, b_strides, a_lse_stride, b_lse_stride, num_tokens,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

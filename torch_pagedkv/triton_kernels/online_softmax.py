@@ -49,7 +49,8 @@ def is_finite(x):
 @triton.jit
 def _locate(
     tile, table_row, lowest, highest, num_blocks, block_size, key_strides, value_strides,
-    EDGE: tl.constexpr, BLOCK_N: tl.constexpr, GRANULE: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr,
+    EDGE: tl.constexpr, BLOCK_N: tl.constexpr, GRANULE: tl.constexpr,
+    POWER_BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """(where a tile's positions lie in the key pool, in the value pool, whether to load them).
 
@@ -269,13 +270,15 @@ def attend(
     stop_part = tl.maximum(stop_part, inner_to * PARTS)
     acc, maximum, total = _fold(
         acc, maximum, total, query, keys, values, table_row, visible, terms,
-        key_strides, value_strides, num_blocks, block_size, first_part, stop_part, inner_part, skipped,
+        key_strides, value_strides, num_blocks, block_size,
+        first_part, stop_part, inner_part, skipped,
         True, False, ONE_TOKEN, KEY_DIM, VALUE_DIM, EDGE_N, BLOCK_D, BLOCK_DV,
         EDGE_GRANULE, POWER_BLOCK_SIZE, FORMAT, HAS_SOFTCAP, HAS_SLOPES, 1,
     )  # fmt: skip
     return _fold(
         acc, maximum, total, query, keys, values, table_row, visible, terms,
-        key_strides, value_strides, num_blocks, block_size, inner_from, inner_to, inner_to, 0,
+        key_strides, value_strides, num_blocks, block_size,
+        inner_from, inner_to, inner_to, 0,
         False, LONG, ONE_TOKEN, KEY_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
         GRANULE, POWER_BLOCK_SIZE, FORMAT, HAS_SOFTCAP, HAS_SLOPES, STAGES,
     )  # fmt: skip

@@ -28,7 +28,8 @@ from torch_pagedkv.triton_kernels.strides import per_head_stride, pool_strides, 
 _LARGEST = torch.finfo(torch.float32).max
 # Pointers whose alignment no access depends on; a new alignment must not compile a new kernel.
 _INDEX_POINTERS = (
-    "lse", "block_table", "seqused_k", "cu_seqlens_q", "alibi_slopes", "sinks", "k_scale", "v_scale",
+    "lse", "block_table", "seqused_k", "cu_seqlens_q", "alibi_slopes", "sinks",
+    "k_scale", "v_scale",
 )  # fmt: skip
 
 
@@ -64,12 +65,10 @@ def _attention_kernel(
     num_tokens, num_sequences, num_blocks, max_positions, block_size,
     softmax_scale, softcap, inverse_softcap, window_left, window_right, num_splits, least_tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    LONG: tl.constexpr, SHORT_ROWS: tl.constexpr,
-    GRANULE: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr,
-    FORMAT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHORT_ROWS: tl.constexpr,
+    POWER_BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EDGE_N: tl.constexpr, GRANULE: tl.constexpr, LONG: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     TOKENS: tl.constexpr = BLOCK_M // TILE_HEADS
@@ -145,43 +144,46 @@ def _attention_kernel(
 def _merge_splits_kernel(
     out, lse, partials, sinks, v_scale, sink_stride, v_scale_stride, num_tokens, num_splits,
     HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Join the states of a row's splits, always in the same order, and the sink once."""
-    place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Join the states of one row's splits, always in the same order, and the sink once."""
+    place = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     num_rows = num_tokens.to(tl.int64) * HEADS
-    is_row = place < num_rows
     dim = tl.arange(0, BLOCK_DV)
-    in_dim = dim < VALUE_DIM
-    maxima = partials + num_splits * num_rows * VALUE_DIM + place
+    maxima = partials + num_splits * num_rows * VALUE_DIM
     totals = maxima + num_splits * num_rows
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    for split in range(num_splits):
-        at = split * num_rows
-        maximum = tl.maximum(maximum, tl.load(maxima + at, mask=is_row, other=float("-inf")))
+    maximum = tl.full([1], float("-inf"), tl.float32)
+    for first in range(0, num_splits, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        part = maxima + split[None, :] * num_rows + place[:, None]
+        largest = tl.load(part, mask=split[None, :] < num_splits, other=float("-inf"))
+        maximum = tl.maximum(maximum, tl.max(largest, 1))
     reference = tl.where(maximum == float("-inf"), 0.0, maximum)
-    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    for split in range(num_splits):
-        at = split * num_rows
-        part_total = tl.load(totals + at, mask=is_row, other=0.0)
-        part_maximum = tl.load(maxima + at, mask=is_row, other=float("-inf"))
+    acc = tl.zeros([1, BLOCK_DV], tl.float32)
+    total = tl.zeros([1], tl.float32)
+    for first in range(0, num_splits, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        is_split = split < num_splits
+        part = split * num_rows + place
+        part_total = tl.load(totals + part, mask=is_split, other=0.0)
+        part_maximum = tl.load(maxima + part, mask=is_split, other=float("-inf"))
         weight = tl.exp2((part_maximum - reference) * LOG2E)
-        total += weight * part_total
-        written = (is_row & (part_total != 0.0))[:, None] & in_dim[None, :]
-        pointers = partials + (at + place)[:, None] * VALUE_DIM + dim[None, :]
-        acc += weight[:, None] * tl.load(pointers, mask=written, other=0.0)
+        total += tl.sum(weight * part_total, 0)
+        # An empty part wrote no row.
+        written = (part_total != 0.0)[:, None] & (dim < VALUE_DIM)[None, :]
+        pointers = partials + part[:, None] * VALUE_DIM + dim[None, :]
+        rows = tl.load(pointers, mask=written, other=0.0)
+        acc += tl.sum(weight[:, None] * rows, 0)[None, :]
 
     head = place % HEADS
     sink, value_scale = maximum, 1.0
     if sinks is not None:
-        sink = tl.load(sinks + head * sink_stride, mask=is_row, other=0.0)
+        sink = tl.load(sinks + head * sink_stride)
     if v_scale is not None:
-        scales = v_scale + (head // GROUP) * v_scale_stride
-        value_scale = tl.load(scales, mask=is_row, other=1.0)[:, None]
+        value_scale = tl.load(v_scale + (head // GROUP) * v_scale_stride)[:, None]
     acc, row_lse = finish(acc, maximum, total, sink, value_scale, sinks is not None)
-    _store_rows(out, acc, place, is_row, VALUE_DIM, BLOCK_DV)
-    tl.store(lse + head * num_tokens + place // HEADS, row_lse, mask=is_row)
+    _store_rows(out, acc, place, place < num_rows, VALUE_DIM, BLOCK_DV)
+    tl.store(lse + head * num_tokens + place // HEADS, row_lse)
 
 
 def launch(
@@ -203,52 +205,52 @@ def launch(
     # windows stay small numbers.
     farthest = max_positions + num_tokens
     window_left = -1 if window_left >= farthest else window_left
-    window_right = -1 if window_right >= farthest else window_right
-    if causal:
-        window_right = 0
+    window_right = 0 if causal else -1 if window_right >= farthest else window_right
+
     limits = device_limits(out.device)
     group = num_heads // kv_heads
     tile_heads = heads_per_tile(group, max(key_dim, value_dim))
     short, long = choose_tiles(query.dtype, key_cache.dtype, key_dim, value_dim, group, limits)
     head_tiles = kv_heads * triton.cdiv(group, tile_heads)
     packed = cu_seqlens_q is not None
-    power = block_size & -block_size  # the largest power of two that divides it
     # Rows past cu_seqlens_q[-1] count as one more sequence.
-    grids = [(short, (num_sequences + packed) * head_tiles)]
+    grids = {short: (num_sequences + packed) * head_tiles}
     if packed and num_tokens * tile_heads > short.rows:
         tokens = long.rows // tile_heads
-        grids.append((long, (num_tokens // tokens + num_sequences + 1) * head_tiles))
+        grids[long] = (num_tokens // tokens + num_sequences + 1) * head_tiles
     num_splits, least_tiles = choose_splits(
-        num_splits, grids[-1][1], max_positions, short.keys, limits
+        num_splits, grids[short], grids.get(long, 0), max_positions, short.keys, limits
     )
-    num_rows = num_tokens * num_heads
     partials = lse
     if num_splits > 1:
-        partials = out.new_empty(num_splits * num_rows * (value_dim + 2), dtype=torch.float32)
+        elements = num_splits * num_tokens * num_heads * (value_dim + 2)
+        partials = out.new_empty(elements, dtype=torch.float32)
+    power = block_size & -block_size  # the largest power of two that divides it
+    arguments = (
+        out, lse, partials, query, as_bytes(key_cache), as_bytes(value_cache),
+        block_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
+        row_strides(query), pool_strides(key_cache), pool_strides(value_cache),
+        VectorStrides(
+            seqused_k.stride(0), cu_seqlens_q.stride(0) if packed else 0,
+            per_head_stride(alibi_slopes), per_head_stride(sinks),
+            per_head_stride(k_scale), per_head_stride(v_scale),
+        ),
+        block_table.stride(0), num_tokens, num_sequences, num_blocks, max_positions, block_size,
+        softmax_scale, softcap, min(1.0 / softcap, _LARGEST) if softcap else 0.0,
+        window_left, window_right, num_splits, least_tiles,
+        kv_heads, group, tile_heads, key_dim, value_dim, block_dim(key_dim), block_dim(value_dim),
+        decoded_format(key_cache.dtype, limits.converts_float8), softcap > 0.0, short.rows,
+        power if power == block_size else 0,
+    )  # fmt: skip
     with device_of(out):
-        for tile, programs in grids:
+        for tile, programs in grids.items():
             _attention_kernel[(programs, num_splits)](
-                out, lse, partials, query, as_bytes(key_cache), as_bytes(value_cache),
-                block_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
-                row_strides(query), pool_strides(key_cache), pool_strides(value_cache),
-                VectorStrides(
-                    seqused_k.stride(0), cu_seqlens_q.stride(0) if packed else 0,
-                    per_head_stride(alibi_slopes), per_head_stride(sinks),
-                    per_head_stride(k_scale), per_head_stride(v_scale),
-                ),
-                block_table.stride(0), num_tokens, num_sequences, num_blocks, max_positions,
-                block_size, softmax_scale, softcap, min(1.0 / softcap, _LARGEST) if softcap else 0.0,
-                window_left, window_right, num_splits, least_tiles,
-                kv_heads, group, tile_heads, key_dim, value_dim,
-                tile.rows, tile.keys, tile.edge_keys, block_dim(key_dim), block_dim(value_dim),
-                tile is long, short.rows, min(power, tile.keys), power if power == block_size else 0,
-                decoded_format(key_cache.dtype, limits.converts_float8), softcap > 0.0, tile.stages,
-                num_warps=tile.warps, num_stages=tile.stages,
+                *arguments, tile.rows, tile.keys, tile.edge_keys, min(power, tile.keys),
+                tile.is_long, tile.stages, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
         if num_splits > 1:
-            rows = max(1, 1024 // block_dim(value_dim))
-            _merge_splits_kernel[(triton.cdiv(num_rows, rows),)](
+            _merge_splits_kernel[(num_tokens * num_heads,)](
                 out, lse, partials, sinks, v_scale, per_head_stride(sinks),
                 per_head_stride(v_scale), num_tokens, num_splits,
-                num_heads, group, value_dim, rows, block_dim(value_dim),
+                num_heads, group, value_dim, block_dim(value_dim), 16,
             )  # fmt: skip

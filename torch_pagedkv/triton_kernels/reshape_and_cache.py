@@ -17,7 +17,8 @@ _LONGEST_SCAN = 1024
 
 @triton.jit
 def _store_row(
-    source, cache, scale, scale_stride, source_strides, pool_strides, token, slot, block_size, stored,
+    source, cache, scale, scale_stride, source_strides, pool_strides,
+    token, slot, block_size, stored,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # A row is one line of NUM_HEADS * HEAD_DIM elements whose heads may lie apart on either side.
@@ -97,7 +98,8 @@ def launch(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale) -
         _reshape_and_cache_kernel[(num_tokens, 2)](
             as_bytes(key), as_bytes(value), as_bytes(key_cache), as_bytes(value_cache),
             slot_mapping, k_scale, v_scale,
-            row_strides(key), row_strides(value), pool_strides(key_cache), pool_strides(value_cache),
+            row_strides(key), row_strides(value),
+            pool_strides(key_cache), pool_strides(value_cache),
             slot_mapping.stride(0), k_scale_stride, v_scale_stride,
             num_blocks * block_size, block_size, num_tokens if num_tokens <= _LONGEST_SCAN else 0,
             key_heads, key_dim, key_tile, value_heads, value_dim, value_tile,
