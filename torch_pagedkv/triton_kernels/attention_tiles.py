@@ -4,7 +4,8 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
+
+from torch_pagedkv.triton_kernels.grid_sizes import cdiv, next_power_of_2
 
 # A split of fewer keys than this costs more to merge than it saves.
 _LEAST_KEYS_OF_SPLIT = 256
@@ -45,15 +46,17 @@ def device_limits(device: torch.device) -> DeviceLimits:
     )
 
 
+@functools.cache
 def block_dim(head_dim: int) -> int:
     """Return the lanes that a head takes: matrix units want powers of two from 16 on."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
+@functools.cache
 def heads_per_tile(group: int, head_dim: int) -> int:
     """Return how many of the query heads that share a KV head go into one tile."""
     most = 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32
-    return triton.cdiv(group, triton.cdiv(group, most))
+    return cdiv(group, cdiv(group, most))
 
 
 def _fit(tile: Tile, row_bytes: int, key_bytes: int, copied_bytes: int, shared_memory: int) -> Tile:
@@ -86,7 +89,7 @@ def choose_tiles(
     """
     block_d, block_dv = block_dim(head_dim), block_dim(value_head_dim)
     widest = max(block_d, block_dv)
-    rows = max(16, triton.next_power_of_2(heads_per_tile(group, max(head_dim, value_head_dim))))
+    rows = max(16, next_power_of_2(heads_per_tile(group, max(head_dim, value_head_dim))))
     warps = 4 if rows <= 32 and widest <= 256 else 8
     if dtype == torch.float32:
         # Exact products have no matrix unit: every one of them is an instruction of its own.
@@ -94,7 +97,7 @@ def choose_tiles(
         short = Tile(rows, keys, keys, warps, 2)
         long = Tile(max(rows, 64 if widest <= 128 else 32), keys, keys, 8, 1)
     elif widest <= 64:
-        short, long = Tile(rows, 64, 64, warps, 4), Tile(128, 64, 32, 8, 3)
+        short, long = Tile(rows, 64, 32, warps, 4), Tile(128, 64, 32, 8, 3)
     elif widest <= 128:
         short, long = Tile(rows, 64, 64, warps, 3), Tile(128, 128, 64, 8, 3)
         if not limits.warp_groups:
@@ -130,11 +133,11 @@ def choose_splits(
     A sequence is cut by its own length, into at most num_splits parts: a wider table changes
     nothing for it.
     """
-    max_tiles = max(1, triton.cdiv(max_positions, keys))
+    max_tiles = max(1, cdiv(max_positions, keys))
     if requested > 0:
         return min(requested, max_tiles), 1
     least_tiles = max(1, _LEAST_KEYS_OF_SPLIT // keys)
-    most = min(_MOST_SPLITS, triton.cdiv(max_tiles, least_tiles))
+    most = min(_MOST_SPLITS, cdiv(max_tiles, least_tiles))
     if long_programs:  # each of them fills a multiprocessor
         return max(1, min(most, limits.multiprocessors // long_programs)), least_tiles
     slots = _RESIDENT * limits.multiprocessors

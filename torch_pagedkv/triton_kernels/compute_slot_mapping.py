@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from torch_pagedkv.triton_kernels.device_guard import device_of
+from torch_pagedkv.triton_kernels.grid_sizes import cdiv
 
 _TOKENS = 128
 
@@ -69,7 +70,7 @@ def launch(slot_mapping, block_table, seqused_k, cu_seqlens_q, block_size: int) 
         slot_mapping.fill_(-1)
         return
     with device_of(slot_mapping):
-        _slot_mapping_kernel[(triton.cdiv(num_tokens, _TOKENS),)](
+        _slot_mapping_kernel[(cdiv(num_tokens, _TOKENS),)](
             slot_mapping, block_table, seqused_k, cu_seqlens_q,
             seqused_k.stride(0), 0 if cu_seqlens_q is None else cu_seqlens_q.stride(0),
             block_table.stride(0), num_tokens, num_sequences, max_blocks * block_size, block_size,

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from torch_pagedkv.triton_kernels.device_guard import device_of
 from torch_pagedkv.triton_kernels.fp8 import as_bytes
+from torch_pagedkv.triton_kernels.grid_sizes import cdiv
 
 # Elements that a program copies.
 _TILE = 4096
@@ -87,7 +88,7 @@ def launch(key_cache, value_cache, src_blocks, dst_blocks) -> None:
     key_strides, key_inner, key_line = _lines(key_cache)
     value_strides, value_inner, value_line = _lines(value_cache)
     key_elements, value_elements = key_cache[0].numel(), value_cache[0].numel()
-    tiles = triton.cdiv(max(key_elements, value_elements), _TILE)
+    tiles = cdiv(max(key_elements, value_elements), _TILE)
     with device_of(key_cache):
         _copy_blocks_kernel[(num_pairs * tiles, 2)](
             as_bytes(key_cache), as_bytes(value_cache), src_blocks, dst_blocks,

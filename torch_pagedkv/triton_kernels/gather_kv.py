@@ -5,6 +5,7 @@ import triton.language as tl
 
 from torch_pagedkv.triton_kernels.device_guard import device_of
 from torch_pagedkv.triton_kernels.fp8 import FORMATS, as_bytes, fp8_to_float
+from torch_pagedkv.triton_kernels.grid_sizes import cdiv, next_power_of_2
 from torch_pagedkv.triton_kernels.strides import per_head_stride, pool_strides
 
 # Elements that a program moves at once, and positions that it reads one after the other.
@@ -88,13 +89,13 @@ def launch(keys, values, key_cache, value_cache, block_table, seqused_k, k_scale
         )
     dequantises = keys.dtype != key_cache.dtype and key_cache.dtype in FORMATS
     with device_of(keys):
-        _gather_kv_kernel[(num_sequences * triton.cdiv(max_positions, _POSITIONS), 2)](
+        _gather_kv_kernel[(num_sequences * cdiv(max_positions, _POSITIONS), 2)](
             as_bytes(keys), as_bytes(values), as_bytes(key_cache), as_bytes(value_cache),
             block_table, seqused_k, k_scale, v_scale,
             pool_strides(key_cache), pool_strides(value_cache), seqused_k.stride(0),
             per_head_stride(k_scale), per_head_stride(v_scale),
             block_table.stride(0), max_positions, num_blocks, block_size,
-            num_heads, key_dim, min(_TILE, triton.next_power_of_2(num_heads * key_dim)),
-            value_dim, min(_TILE, triton.next_power_of_2(num_heads * value_dim)),
+            num_heads, key_dim, min(_TILE, next_power_of_2(num_heads * key_dim)),
+            value_dim, min(_TILE, next_power_of_2(num_heads * value_dim)),
             FORMATS[key_cache.dtype] if dequantises else None, _POSITIONS,
         )  # fmt: skip

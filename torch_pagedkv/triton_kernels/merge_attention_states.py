@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from torch_pagedkv.triton_kernels.device_guard import device_of
+from torch_pagedkv.triton_kernels.grid_sizes import cdiv, next_power_of_2
 from torch_pagedkv.triton_kernels.strides import row_strides
 
 # Elements of a tile.
@@ -51,9 +52,9 @@ def _merge_kernel(
 
 def launch(out, lse, out_a, lse_a, out_b, lse_b) -> None:
     num_tokens, num_heads, head_dim = out.shape
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     rows = max(1, _TILE // block_d)
-    grid = (triton.cdiv(num_tokens * num_heads, rows),)
+    grid = (cdiv(num_tokens * num_heads, rows),)
     if num_tokens * num_heads == 0:
         return
     with device_of(out):

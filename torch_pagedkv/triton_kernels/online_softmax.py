@@ -143,12 +143,14 @@ def _scores(
 
 @triton.jit
 def _add_nonfinite_values(
-    acc, first, stop, visible, values, table_row, strides, num_blocks, block_size,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr,
-    FORMAT: tl.constexpr, DTYPE: tl.constexpr,
+    acc, first, visible, values, table_row, strides, num_blocks, block_size,
+    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    POWER_BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add NaN and infinite values at positions [first, stop) to the rows that see them only."""
+    """Add the NaN and infinite values of the tile from ``first`` to the rows that see them only."""
     dim = tl.arange(0, BLOCK)
+    stop = tl.minimum(first + BLOCK_N, visible.highest)
+    first = tl.maximum(first, visible.lowest)
     for index in range(stop - first):
         position = first + index
         column, offset = _divide(position, block_size, POWER_BLOCK_SIZE)
@@ -231,10 +233,8 @@ def _fold(
         acc = tl.dot(weights.to(DTYPE), value, acc, input_precision="ieee")
         if REPLACES and not all_finite:
             acc = _add_nonfinite_values(
-                acc, tl.maximum(tile * BLOCK_N, visible.lowest),
-                tl.minimum(tile * BLOCK_N + BLOCK_N, visible.highest), visible,
-                values, table_row, value_strides, num_blocks, block_size,
-                VALUE_DIM, BLOCK_DV, POWER_BLOCK_SIZE, FORMAT, DTYPE,
+                acc, tile * BLOCK_N, visible, values, table_row, value_strides, num_blocks,
+                block_size, VALUE_DIM, BLOCK_N, BLOCK_DV, POWER_BLOCK_SIZE, FORMAT, DTYPE,
             )  # fmt: skip
     return acc, maximum, total
 

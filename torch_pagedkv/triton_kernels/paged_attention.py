@@ -21,6 +21,7 @@ from torch_pagedkv.triton_kernels.attention_tiles import (
 )
 from torch_pagedkv.triton_kernels.device_guard import device_of
 from torch_pagedkv.triton_kernels.fp8 import as_bytes, decoded_format
+from torch_pagedkv.triton_kernels.grid_sizes import cdiv
 from torch_pagedkv.triton_kernels.online_softmax import LOG2E, ScoreTerms, attend, finish
 from torch_pagedkv.triton_kernels.query_tiles import take_keys, take_rows
 from torch_pagedkv.triton_kernels.strides import per_head_stride, pool_strides, row_strides
@@ -49,6 +50,21 @@ def _store_rows(out, rows, place, is_row, WIDTH: tl.constexpr, BLOCK: tl.constex
     dim = tl.arange(0, BLOCK)
     mask = is_row[:, None] & (dim < WIDTH)[None, :]
     tl.store(out + place[:, None] * WIDTH + dim[None, :], rows.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_part(
+    partials, acc, maximum, total, token, head, is_row, num_tokens, num_splits,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store a split's state in [num_splits, num_tokens, HEADS] rows, then maxima, then totals."""
+    num_rows = num_tokens.to(tl.int64) * HEADS
+    place = (tl.program_id(1) * num_rows + token.to(tl.int64) * HEADS) + head
+    # What an empty part would hold is never read.
+    _store_rows(partials, acc, place, is_row & (total != 0.0), WIDTH, BLOCK)
+    maxima = partials + num_splits * num_rows * WIDTH
+    tl.store(maxima + place, maximum, mask=is_row)
+    tl.store(maxima + num_splits * num_rows + place, total, mask=is_row)
 
 
 @triton.jit(
@@ -117,7 +133,6 @@ def _attention_kernel(
         FORMAT, HAS_SOFTCAP, alibi_slopes is not None, STAGES,
     )  # fmt: skip
 
-    place = (start + token).to(tl.int64) * (KV_HEADS * GROUP) + head
     if num_splits == 1:
         sink, value_scale = maximum, 1.0
         if sinks is not None:
@@ -125,16 +140,14 @@ def _attention_kernel(
         if v_scale is not None:
             value_scale = tl.load(v_scale + kv_head * vector_strides.v_scale)
         acc, row_lse = finish(acc, maximum, total, sink, value_scale, sinks is not None)
+        place = (start + token).to(tl.int64) * (KV_HEADS * GROUP) + head
         _store_rows(out, acc, place, is_row, VALUE_DIM, BLOCK_DV)
         tl.store(lse + head * num_tokens + start + token, row_lse, mask=is_row)
     else:
-        num_rows = num_tokens.to(tl.int64) * (KV_HEADS * GROUP)
-        place += tl.program_id(1) * num_rows
-        # What an empty part would hold is never read.
-        _store_rows(partials, acc, place, is_row & (total != 0.0), VALUE_DIM, BLOCK_DV)
-        state = partials + num_splits * num_rows * VALUE_DIM
-        tl.store(state + place, maximum, mask=is_row)
-        tl.store(state + num_splits * num_rows + place, total, mask=is_row)
+        _store_part(
+            partials, acc, maximum, total, start + token, head, is_row, num_tokens, num_splits,
+            KV_HEADS * GROUP, VALUE_DIM, BLOCK_DV,
+        )  # fmt: skip
 
 
 @triton.jit(
@@ -211,7 +224,7 @@ def launch(
     group = num_heads // kv_heads
     tile_heads = heads_per_tile(group, max(key_dim, value_dim))
     short, long = choose_tiles(query.dtype, key_cache.dtype, key_dim, value_dim, group, limits)
-    head_tiles = kv_heads * triton.cdiv(group, tile_heads)
+    head_tiles = kv_heads * cdiv(group, tile_heads)
     packed = cu_seqlens_q is not None
     # Rows past cu_seqlens_q[-1] count as one more sequence.
     grids = {short: (num_sequences + packed) * head_tiles}

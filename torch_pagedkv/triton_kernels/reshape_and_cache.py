@@ -5,6 +5,7 @@ import triton.language as tl
 
 from torch_pagedkv.triton_kernels.device_guard import device_of
 from torch_pagedkv.triton_kernels.fp8 import FORMATS, as_bytes, float32_to_fp8, sign_bit
+from torch_pagedkv.triton_kernels.grid_sizes import next_power_of_2
 from torch_pagedkv.triton_kernels.strides import per_head_stride, pool_strides, row_strides
 
 # Elements that a program moves at once, and later slots that it looks at at once.
@@ -90,8 +91,8 @@ def launch(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale) -
     k_scale_stride, v_scale_stride = per_head_stride(k_scale), per_head_stride(v_scale)
     key_heads, key_dim = _row_shape(key, key_cache, k_scale_stride)
     value_heads, value_dim = _row_shape(value, value_cache, v_scale_stride)
-    key_tile = min(_TILE, triton.next_power_of_2(key_heads * key_dim))
-    value_tile = min(_TILE, triton.next_power_of_2(value_heads * value_dim))
+    key_tile = min(_TILE, next_power_of_2(key_heads * key_dim))
+    value_tile = min(_TILE, next_power_of_2(value_heads * value_dim))
     widest_bytes = max(key_tile, value_tile) * key.element_size()
     quantises = key.dtype != key_cache.dtype
     with device_of(key_cache):

@@ -21,11 +21,11 @@ class PoolStrides(NamedTuple):
 
 
 def row_strides(rows: torch.Tensor) -> RowStrides:
-    return RowStrides(rows.stride(0), rows.stride(1))
+    return RowStrides(*rows.stride()[:2])
 
 
 def pool_strides(cache: torch.Tensor) -> PoolStrides:
-    return PoolStrides(cache.stride(0), cache.stride(1), cache.stride(2))
+    return PoolStrides(*cache.stride()[:3])
 
 
 def per_head_stride(values: torch.Tensor | None) -> int:
