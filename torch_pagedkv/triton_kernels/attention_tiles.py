@@ -53,9 +53,10 @@ def block_dim(head_dim: int) -> int:
 
 
 @functools.cache
-def heads_per_tile(group: int, head_dim: int) -> int:
+def heads_per_tile(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return how many of the query heads that share a KV head go into one tile."""
     most = 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32
+    most = 16 if dtype == torch.float32 else most
     return cdiv(group, cdiv(group, most))
 
 
@@ -89,13 +90,15 @@ def choose_tiles(
     """
     block_d, block_dv = block_dim(head_dim), block_dim(value_head_dim)
     widest = max(block_d, block_dv)
-    rows = max(16, next_power_of_2(heads_per_tile(group, max(head_dim, value_head_dim))))
+    heads = heads_per_tile(group, max(head_dim, value_head_dim), dtype)
+    rows = max(16, next_power_of_2(heads))
     warps = 4 if rows <= 32 and widest <= 256 else 8
     if dtype == torch.float32:
-        # Exact products have no matrix unit: every one of them is an instruction of its own.
+        # Exact products have no matrix unit: each is an instruction of its own, its operands in
+        # registers, which larger tiles would spill.
         keys = 32 if widest <= 128 else 16
-        short = Tile(rows, keys, keys, warps, 2)
-        long = Tile(max(rows, 64 if widest <= 128 else 32), keys, keys, 8, 1)
+        short = Tile(rows, keys, 16, 8, 2)
+        long = Tile(max(rows, 64), 16, 16, 8, 1) if widest <= 64 else short._replace(stages=1)
     elif widest <= 64:
         short, long = Tile(rows, 64, 32, warps, 4), Tile(128, 64, 32, 8, 3)
     elif widest <= 128:

@@ -222,7 +222,7 @@ def launch(
 
     limits = device_limits(out.device)
     group = num_heads // kv_heads
-    tile_heads = heads_per_tile(group, max(key_dim, value_dim))
+    tile_heads = heads_per_tile(group, max(key_dim, value_dim), query.dtype)
     short, long = choose_tiles(query.dtype, key_cache.dtype, key_dim, value_dim, group, limits)
     head_tiles = kv_heads * cdiv(group, tile_heads)
     packed = cu_seqlens_q is not None

@@ -56,12 +56,12 @@ def _reshape_and_cache_kernel(
 ):  # fmt: skip
     token = tl.program_id(0)
     slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride).to(tl.int64)
-    repeated = 0
+    repeated = tl.zeros([SCAN], tl.int32)
     for start in range(token + 1, scan_end, SCAN):
         later = start + tl.arange(0, SCAN)
         slots = tl.load(slot_mapping + later * slot_stride, mask=later < scan_end, other=-1)
-        repeated += tl.sum((slots.to(tl.int64) == slot).to(tl.int32))
-    stored = (slot >= 0) & (slot < num_slots) & (repeated == 0)
+        repeated |= (slots.to(tl.int64) == slot).to(tl.int32)
+    stored = (slot >= 0) & (slot < num_slots) & (tl.max(repeated, 0) == 0)
     # A skipped token's addresses are formed and never used; slot 0 keeps them inside.
     slot = tl.where(stored, slot, 0)
     if tl.program_id(1) == 0:
