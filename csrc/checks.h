@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/kernels.h"
 #include "element_conversion.h"
 #include "paged_layout.h"
 
@@ -161,6 +162,7 @@ class HeadValues {
     stride_ = is_one ? 0 : values->stride(0);
   }
 
+  bool is_given() const { return data_ != nullptr; }
   float operator[](int64_t head) const { return data_ ? data_[head * stride_] : otherwise_; }
 
  private:

@@ -1,7 +1,4 @@
-// Runs of elements of any dtype a pool or a query may have, to float32 and back.
-//
-// The dtype is looked at once for a run, so kernels need no copy of themselves for each dtype.
-// Elements are read and written with memcpy: a view of a pool may start at any byte.
+// Elements of the dtypes that a pool or a query may have, to float32 and back, one at a time.
 
 #pragma once
 
@@ -58,59 +55,6 @@ inline uint16_t float_to_half(float value) {
   result = magnitude >= 0x477FF000 ? 0x7C00 : result;  // 65520 and beyond round to infinity
   result = magnitude > 0x7F800000 ? 0x7E00 : result;
   return static_cast<uint16_t>(result | ((bits >> 16) & 0x8000));
-}
-
-template <class Stored, class Convert>
-inline void load_run(const char* source, int64_t count, float* target, Convert convert) {
-  for (int64_t i = 0; i < count; ++i) {
-    Stored stored;
-    std::memcpy(&stored, source + i * static_cast<int64_t>(sizeof stored), sizeof stored);
-    target[i] = convert(stored);
-  }
-}
-
-template <class Stored, class Convert>
-inline void store_run(const float* source, int64_t count, char* target, Convert convert) {
-  for (int64_t i = 0; i < count; ++i) {
-    const Stored stored = convert(source[i]);
-    std::memcpy(target + i * static_cast<int64_t>(sizeof stored), &stored, sizeof stored);
-  }
-}
-
-inline void load_as_float(ScalarType dtype, const char* source, int64_t count, float* target) {
-  switch (dtype) {
-    case ScalarType::BFloat16:
-      return load_run<uint16_t>(source, count, target, bfloat16_to_float);
-    case ScalarType::Half:
-      return load_run<uint16_t>(source, count, target, half_to_float);
-    case ScalarType::Float8_e4m3fn:
-      return load_run<uint8_t>(source, count, target, fp8_to_float<Float8E4M3FN>);
-    case ScalarType::Float8_e5m2:
-      return load_run<uint8_t>(source, count, target, fp8_to_float<Float8E5M2>);
-    default:
-      std::memcpy(target, source, static_cast<size_t>(count) * sizeof(float));
-  }
-}
-
-// `scale` divides what goes into an fp8 element and means nothing to the other dtypes.
-inline void store_from_float(
-    ScalarType dtype, const float* source, int64_t count, float scale, char* target) {
-  switch (dtype) {
-    case ScalarType::BFloat16:
-      return store_run<uint16_t>(source, count, target, float_to_bfloat16);
-    case ScalarType::Half:
-      return store_run<uint16_t>(source, count, target, float_to_half);
-    case ScalarType::Float8_e4m3fn:
-      return store_run<uint8_t>(source, count, target, [scale](float value) {
-        return float_to_fp8<Float8E4M3FN>(value, scale);
-      });
-    case ScalarType::Float8_e5m2:
-      return store_run<uint8_t>(source, count, target, [scale](float value) {
-        return float_to_fp8<Float8E5M2>(value, scale);
-      });
-    default:
-      std::memcpy(target, source, static_cast<size_t>(count) * sizeof(float));
-  }
 }
 
 // Passes pieces that fit the stack on to `body(offset, length)`.

@@ -1,14 +1,14 @@
 // paged_attention: softmax(query . keys) . values, keys and values read through the block table.
 //
-// This file checks the arguments and divides the rows into items; attention_item.h computes them.
+// This file checks the arguments and spreads the items of attention_plan.h over the threads; what
+// an item computes is in simd/few_rows.h and simd/many_rows.h.
 //
-// num_splits is ignored: a row's keys are never divided between threads here, so that its bits
-// depend on nothing but its own inputs.
+// num_splits bounds the chunks that a sequence's keys are cut into. Whatever it is, a row's bits
+// depend on nothing but its own sequence.
 
 #include <torch/csrc/stable/library.h>
 
-#include "attention_item.h"
-#include "work_items.h"
+#include "attention_plan.h"
 
 namespace torch_pagedkv {
 namespace {
@@ -35,70 +35,53 @@ void check_values(const Attention& attention) {
   }
 }
 
-// Which rows each item has. It depends on the number of threads, but no row's result depends on it.
-class Plan {
- public:
-  explicit Plan(const Attention& attention)
-      : attention_(attention), runs_(attention.table.num_sequences() + 1, 0) {
-    const int64_t group = attention.group();
-    tokens_per_item_ = std::max<int64_t>(1, kRowsPerItem / group);
-    int64_t longest = 0, multiplications = 0;
-    for (int64_t sequence = 0; sequence + 1 < static_cast<int64_t>(runs_.size()); ++sequence) {
-      const int64_t tokens = attention.queries.length(sequence);
-      runs_[sequence + 1] = runs_[sequence] + (tokens + tokens_per_item_ - 1) / tokens_per_item_;
-      longest = std::max(longest, tokens);
-      multiplications += tokens * attention.lengths[sequence] * attention.query.heads *
-                         (attention.key_pool.dim + attention.value_pool.dim);
+// Whoever finishes the last chunk of some rows merges all of them.
+void merge_chunks(
+    const Attention& attention,
+    const AttentionRun& run,
+    const AttentionItem& item,
+    float* partials) {
+  const int64_t dim = attention.value_pool.dim, heads = attention.query.heads;
+  const int64_t chunk_stride = run.tokens * heads * attention.partial_size();
+  const int64_t length = attention.lengths[run.sequence];
+  const int64_t stop = attention.queries.stop(run.sequence);
+  for (int64_t token = run.first_token; token < run.first_token + run.tokens; ++token) {
+    const bool sees_no_key =
+        attention.visibility.of(length - (stop - token), length).is_empty();
+    const int64_t first_head = item.first_kv_head * attention.group();
+    for (int64_t head = first_head; head < first_head + item.kv_heads * attention.group(); ++head) {
+      if (sees_no_key) {
+        attention.finish_empty_row(token, head);
+        continue;
+      }
+      const int64_t row = (token - run.first_token) * heads + head;
+      float* const first = partials + run.first_partial + row * attention.partial_size();
+      const SoftmaxState state = merge_partials(first, run.chunks, chunk_stride, dim);
+      attention.finish_row(token, head, state, first);
     }
-    tokens_per_item_ = std::min(tokens_per_item_, std::max<int64_t>(1, longest));
-    const int64_t whole_groups = runs_.back() * attention.key_pool.num_kv_heads;
-    threads_ = useful_threads(whole_groups * group, multiplications);
-    // Two items for each thread even out their costs; fewer heads than vectors hold are no gain.
-    const int64_t wanted = whole_groups ? 2 * threads_ / whole_groups : 1;
-    const int64_t shares = std::clamp<int64_t>(wanted, 1, (group + 3) / 4);
-    heads_per_item_ = (group + shares - 1) / shares;
-    shares_ = (group + heads_per_item_ - 1) / heads_per_item_;
   }
+}
 
-  int64_t threads() const { return threads_; }
-  int64_t items() const { return runs_.back() * attention_.key_pool.num_kv_heads * shares_; }
-  int64_t rows_per_item() const { return tokens_per_item_ * heads_per_item_; }
-
-  ItemRows item(int64_t index) const {
-    const int64_t group = attention_.group();
-    const int64_t share = index % shares_;
-    const int64_t kv_head = index / shares_ % attention_.key_pool.num_kv_heads;
-    const int64_t run = index / shares_ / attention_.key_pool.num_kv_heads;
-    const int64_t sequence = std::upper_bound(runs_.begin(), runs_.end(), run) - runs_.begin() - 1;
-    const int64_t first_token =
-        attention_.queries.start(sequence) + (run - runs_[sequence]) * tokens_per_item_;
-    const int64_t first_in_group = share * heads_per_item_;
-    return {
-        sequence,
-        first_token,
-        std::min(tokens_per_item_, attention_.queries.stop(sequence) - first_token),
-        kv_head,
-        kv_head * group + first_in_group,
-        std::min(heads_per_item_, group - first_in_group)};
-  }
-
- private:
-  const Attention& attention_;
-  std::vector<int64_t> runs_;  // runs of query tokens before each sequence
-  int64_t tokens_per_item_, threads_, heads_per_item_, shares_;
-};
-
-void attend(const Attention& attention) {
-  const Plan plan(attention);
-  std::vector<Scratch> scratch;
-  scratch.reserve(plan.threads());
-  for (int64_t thread = 0; thread < plan.threads() && plan.items() > 0; ++thread) {
-    scratch.emplace_back(attention, plan.rows_per_item());
-  }
-  for_each_item(plan.threads(), plan.items(), [&](int64_t thread, int64_t index) {
-    // Backwards: under a causal mask the last runs of a sequence are the longest.
-    Item(attention, scratch[thread], plan.item(plan.items() - 1 - index)).run();
-  });
+void attend(const Attention& attention, int64_t num_splits) {
+  const Kernels& with = kernels();
+  const AttentionPlan plan(attention, num_splits);
+  const AttentionMemory memory(attention, plan);
+  const auto work = [&](int64_t thread, int64_t index, int64_t next) {
+    const AttentionRun& run = plan.run_of(index);
+    const AttentionItem item = plan.item(run, index, memory.partials());
+    if (next < plan.items()) {
+      const AttentionItem after = plan.item(plan.run_of(next), next, memory.partials());
+      with.attend(attention, item, &after, memory.scratch(thread));
+    } else {
+      with.attend(attention, item, nullptr, memory.scratch(thread));
+    }
+    if (run.chunks == 1) return;
+    const int64_t group = run.first_group + item.first_kv_head / run.kv_heads;
+    if (memory.count(group) == run.chunks - 1) {
+      merge_chunks(attention, run, item, memory.partials());
+    }
+  };
+  for_each_item_and_next(plan.threads(), plan.items(), work);
 
   const int64_t num_sequences = attention.table.num_sequences();
   const int64_t first_padding = num_sequences ? attention.queries.stop(num_sequences - 1) : 0;
@@ -127,7 +110,7 @@ void paged_attention(
     const std::optional<Tensor>& sinks,
     const std::optional<Tensor>& k_scale,
     const std::optional<Tensor>& v_scale,
-    int64_t /*num_splits*/) {
+    int64_t num_splits) {
   check_pools(kOp, key_cache, value_cache);
   check_rows(kOp, "query", query, {kAnySize, kAnySize, key_cache.size(3)});
   check_query_dtype(kOp, "query", query);
@@ -176,7 +159,7 @@ void paged_attention(
       static_cast<char*>(out.data_ptr()),
       static_cast<float*>(lse.data_ptr())};
   check_values(attention);
-  attend(attention);
+  attend(attention, num_splits);
 }
 
 }  // namespace

@@ -21,22 +21,33 @@ inline int64_t useful_threads(int64_t items, int64_t bytes) {
   return std::max<int64_t>(1, std::min({items, threads, bytes / kBytesPerThread}));
 }
 
-// Calls body(thread, item) for every item; `thread` is below `threads` and names a scratch space
-// that no other thread has. body must not throw.
+// Calls body(thread, item, next) for every item; `thread` is below `threads` and names a scratch space
+// that no other thread has; `next` is the item that the thread takes after this one, or `items`. body
+// must not throw.
 template <class Body>
-void for_each_item(int64_t threads, int64_t items, const Body& body) {
+void for_each_item_and_next(int64_t threads, int64_t items, const Body& body) {
   if (threads <= 1) {
-    for (int64_t item = 0; item < items; ++item) body(0, item);
+    for (int64_t item = 0; item < items; ++item) body(0, item, item + 1);
     return;
   }
-  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> drawn{0};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    const auto draw = [&] { return drawn.fetch_add(1, std::memory_order_relaxed); };
     for (int64_t thread = begin; thread < end; ++thread) {
-      for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
-        body(thread, item);
+      int64_t next;
+      for (int64_t item = draw(); item < items; item = next) {
+        next = std::min(draw(), items);
+        body(thread, item, next);
       }
     }
   });
+}
+
+// Calls body(thread, item) for every item.
+template <class Body>
+void for_each_item(int64_t threads, int64_t items, const Body& body) {
+  for_each_item_and_next(
+      threads, items, [&](int64_t thread, int64_t item, int64_t) { body(thread, item); });
 }
 
 }  // namespace torch_pagedkv

@@ -1,0 +1,77 @@
+// The choice of an instruction set.
+
+#include "kernels.h"
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include <torch/csrc/stable/library.h>
+
+namespace torch_pagedkv {
+
+namespace baseline { extern const Kernels kKernels; }
+#if defined(__x86_64__)
+namespace avx2 { extern const Kernels kKernels; }
+namespace avx512 { extern const Kernels kKernels; }
+namespace avx512_bf16 { extern const Kernels kKernels; }
+#endif
+
+namespace {
+
+constexpr const char* kVariable = "TORCH_PAGEDKV_CPU_CAPABILITY";
+
+struct Choice {
+  const Kernels* kernels;
+  bool is_supported;
+};
+
+// From the least to the most capable set.
+struct Choices {
+  Choice list[4];
+  int count = 0;
+
+  Choices() {
+    add(baseline::kKernels, true);
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                          __builtin_cpu_supports("f16c");
+    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                            __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    add(avx2::kKernels, has_avx2);
+    add(avx512::kKernels, has_avx512);
+    add(avx512_bf16::kKernels,
+        has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"));
+#endif
+  }
+
+  void add(const Kernels& kernels, bool is_supported) { list[count++] = {&kernels, is_supported}; }
+};
+
+const Kernels& choose() {
+  const Choices choices;
+  const char* const named = std::getenv(kVariable);
+  std::string supported;
+  const Kernels* best = nullptr;
+  for (int i = 0; i < choices.count; ++i) {
+    if (!choices.list[i].is_supported) continue;
+    best = choices.list[i].kernels;
+    supported += (supported.empty() ? "" : ", ") + std::string(best->name);
+    if (named != nullptr && std::string(named) == best->name) return *best;
+  }
+  if (named == nullptr || *named == '\0') return *best;
+  throw std::invalid_argument(
+      std::string(kVariable) + " must name kernels that this machine can run (" + supported +
+      "), got " + named);
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose();
+  return chosen;
+}
+
+}  // namespace torch_pagedkv

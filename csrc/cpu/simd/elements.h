@@ -1,0 +1,206 @@
+// How stored elements become the operands of products.
+//
+// A body, not a header: a file of kernels includes it inside of its own namespace.
+//
+// An operand is a vector of 32-bit units: a float32 each (Float32Units), or a pair of bfloat16 where
+// the machine multiplies such pairs (Bfloat16Units). Pairs are neighbours along the sum: two elements
+// of a key, or the same element of two adjacent values. A step of elements may come out in another
+// order, which key_order and value_order tell.
+
+struct Float32 {
+  static constexpr int kBytes = 4;
+  static Float load_lanes(const char* source) {
+    Float vector;
+    std::memcpy(&vector, source, sizeof vector);
+    return vector;
+  }
+};
+
+struct Float16 {
+  static constexpr int kBytes = 2;
+  static Float load_lanes(const char* source) { return load_half(source); }
+};
+
+struct Bfloat16 {
+  static constexpr int kBytes = 2;
+  static Float load_lanes(const char* source) { return load_bfloat16(source); }
+};
+
+template <class Format>
+struct Fp8 {
+  static constexpr int kBytes = 1;
+  static Float load_lanes(const char* source) { return load_fp8<Format>(source); }
+};
+
+template <class Element>
+struct Float32Units {
+  static constexpr int kBytes = Element::kBytes;
+  static constexpr int kStep = kLanes;   // elements loaded at once
+  static constexpr int kKeyVectors = 1;  // vectors that they become
+  static constexpr int kValueVectors = 1;
+  static constexpr int kPair = 1;  // factors in a unit
+
+  static constexpr int key_order(int i) { return i; }
+  static constexpr int value_order(int i) { return i; }
+  static void load_keys(const char* source, Bits (&units)[1]) {
+    units[0] = (Bits)Element::load_lanes(source);
+  }
+  static void load_values(const char* const* rows, int64_t offset, Bits (&units)[1]) {
+    units[0] = (Bits)Element::load_lanes(rows[0] + offset);
+  }
+  static Float multiply_add_units(Bits a, Bits b, Float c) {
+    return multiply_add((Float)a, (Float)b, c);
+  }
+};
+
+#ifdef TORCH_PAGEDKV_AVX512_BF16
+
+inline Bits low_pairs(__m512i a, __m512i b) { return (Bits)_mm512_unpacklo_epi16(a, b); }
+inline Bits high_pairs(__m512i a, __m512i b) { return (Bits)_mm512_unpackhi_epi16(a, b); }
+
+// Where the element stands that load_fp8_as_bfloat16 and then unpacking put into lane i of 64.
+constexpr int order_of_unpacked(int i) {
+  return i % 16 / 4 * 16 + i / 32 * 8 + i / 16 % 2 * 4 + i % 4;
+}
+
+template <class Format>
+struct Float32Units<Fp8<Format>> {
+  static constexpr int kBytes = 1;
+  static constexpr int kStep = 64;
+  static constexpr int kKeyVectors = 4;
+  static constexpr int kValueVectors = 4;
+  static constexpr int kPair = 1;
+
+  static constexpr int key_order(int i) { return order_of_unpacked(i); }
+  static constexpr int value_order(int i) { return order_of_unpacked(i); }
+  static void load_keys(const char* source, Bits (&units)[4]) {
+    const __m512i zero = _mm512_setzero_si512();
+    __m512i stored[2];
+    load_fp8_as_bfloat16<Format>(source, stored);
+    for (int i = 0; i < 2; ++i) {
+      units[2 * i] = low_pairs(zero, stored[i]);
+      units[2 * i + 1] = high_pairs(zero, stored[i]);
+    }
+  }
+  static void load_values(const char* const* rows, int64_t offset, Bits (&units)[4]) {
+    load_keys(rows[0] + offset, units);
+  }
+  static Float multiply_add_units(Bits a, Bits b, Float c) {
+    return multiply_add((Float)a, (Float)b, c);
+  }
+};
+
+template <class Element>
+struct Bfloat16Units;
+
+template <>
+struct Bfloat16Units<Bfloat16> {
+  static constexpr int kBytes = 2;
+  static constexpr int kStep = 32;
+  static constexpr int kKeyVectors = 1;
+  static constexpr int kValueVectors = 2;
+  static constexpr int kPair = 2;
+
+  static constexpr int key_order(int i) { return i; }
+  static constexpr int value_order(int i) { return i % 16 / 4 * 8 + i / 16 * 4 + i % 4; }
+  static void load_keys(const char* source, Bits (&units)[1]) { units[0] = (Bits)load_512(source); }
+  static void load_values(const char* const* rows, int64_t offset, Bits (&units)[2]) {
+    const __m512i even = load_512(rows[0] + offset), odd = load_512(rows[1] + offset);
+    units[0] = low_pairs(even, odd);
+    units[1] = high_pairs(even, odd);
+  }
+  static Float multiply_add_units(Bits a, Bits b, Float c) { return dot_bfloat16(a, b, c); }
+};
+
+template <class Format>
+struct Bfloat16Units<Fp8<Format>> {
+  static constexpr int kBytes = 1;
+  static constexpr int kStep = 64;
+  static constexpr int kKeyVectors = 2;
+  static constexpr int kValueVectors = 4;
+  static constexpr int kPair = 2;
+
+  static constexpr int key_order(int i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
+  static constexpr int value_order(int i) { return order_of_unpacked(i); }
+  static void load_keys(const char* source, Bits (&units)[2]) {
+    __m512i stored[2];
+    load_fp8_as_bfloat16<Format>(source, stored);
+    units[0] = (Bits)stored[0];
+    units[1] = (Bits)stored[1];
+  }
+  static void load_values(const char* const* rows, int64_t offset, Bits (&units)[4]) {
+    __m512i even[2], odd[2];
+    load_fp8_as_bfloat16<Format>(rows[0] + offset, even);
+    load_fp8_as_bfloat16<Format>(rows[1] + offset, odd);
+    for (int i = 0; i < 2; ++i) {
+      units[2 * i] = low_pairs(even[i], odd[i]);
+      units[2 * i + 1] = high_pairs(even[i], odd[i]);
+    }
+  }
+  static Float multiply_add_units(Bits a, Bits b, Float c) { return dot_bfloat16(a, b, c); }
+};
+
+#endif
+
+template <class Units>
+inline int64_t steps_of(int64_t dim) {
+  return (dim + Units::kStep - 1) / Units::kStep;
+}
+
+// Every order keeps runs of four elements together.
+inline constexpr int kRun = 4;
+
+// A query row as units that match those of keys; `row` has room for padded(dim) floats.
+template <class Units>
+inline void load_query(
+    const Attention& attention, int64_t token, int64_t head, float* row, uint32_t* units) {
+  const int64_t dim = attention.query.dim, steps = steps_of<Units>(dim);
+  // Where pairs are used, the query is bfloat16 as they are.
+  constexpr int kBytes = Units::kPair == 1 ? 4 : 2;
+  const char* const source = attention.query.at(token, head);
+  char* const natural = reinterpret_cast<char*>(row);
+  if (kBytes == 4) {
+    load_run(attention.query.dtype, source, dim, row);
+  } else {
+    std::memcpy(natural, source, static_cast<size_t>(dim * kBytes));
+  }
+  std::memset(natural + dim * kBytes, 0, static_cast<size_t>((steps * Units::kStep - dim) * kBytes));
+  char* const target = reinterpret_cast<char*>(units);
+  for (int64_t first = 0; first < steps * Units::kStep; first += Units::kStep) {
+    for (int i = 0; i < Units::kStep; i += kRun) {
+      std::memcpy(
+          target + (first + i) * kBytes,
+          natural + (first + Units::key_order(i)) * kBytes,
+          kRun * kBytes);
+    }
+  }
+}
+
+// A row's sums in the order of the elements.
+template <class Units>
+inline void order_sums(const float* sums, int64_t dim, float* row) {
+  for (int64_t first = 0; first < dim; first += Units::kStep) {
+    for (int i = 0; i < Units::kStep; i += kRun) {
+      std::memcpy(row + first + Units::value_order(i), sums + first + i, kRun * sizeof(float));
+    }
+  }
+}
+
+// How a dot product becomes a score.
+struct ScoreRule {
+  float scale;
+  float softcap;  // 0: none
+  bool is_plain;  // neither capped nor biased
+};
+
+inline Float clamp_to_finite(Float x) {
+  return larger(broadcast(-FLT_MAX), smaller(broadcast(FLT_MAX), x));
+}
+
+// `biases`: slope * (key position - query position). An overflowed score is still a score: where it is
+// the only one its value must come out exactly.
+inline Float score_of(Float dot, const ScoreRule& rule, Float slopes, Float distances) {
+  Float score = clamp_to_finite(dot * rule.scale);
+  if (rule.softcap != 0.0f) score = rule.softcap * tanh_of(score / rule.softcap);
+  return clamp_to_finite(multiply_add(slopes, distances, score));
+}

@@ -1,0 +1,297 @@
+// Attention of few query rows: bound by memory, so that each key and value is read once, where it is.
+//
+// A body, not a header: a file of kernels includes it inside of its own namespace.
+//
+// All query heads of a KV head go through a key or value while it is in the fastest cache, and
+// meanwhile the same row of the next tile is fetched into the second one. KV heads are taken
+// together, tile by tile, because they share pages of memory.
+
+template <class Units>
+class FewRows {
+ public:
+  FewRows(const Attention& attention, const AttentionItem& item, Carver carver)
+      : attention_(attention),
+        item_(item),
+        first_position_(item.position(attention, item.first_token)),
+        group_(attention.group()),
+        rows_(item.tokens * group_),
+        row_blocks_((rows_ + kBlockRows - 1) / kBlockRows),
+        key_steps_(steps_of<Units>(attention.key_pool.dim)),
+        value_steps_(steps_of<Units>(attention.value_pool.dim)),
+        query_units_(key_steps_ * Units::kStep / Units::kPair),
+        sum_units_(value_steps_ * Units::kStep),
+        queries_(carver.take<uint32_t>(item.kv_heads * row_blocks_ * kBlockRows * query_units_)),
+        sums_(carver.take<float>(item.kv_heads * row_blocks_ * kBlockRows * sum_units_)),
+        blocks_of_rows_(carver.take<RowBlock>(item.kv_heads * row_blocks_)),
+        ranges_(carver.take<KeyRange>(rows_)),
+        scores_(carver.take<float>(kTile * kBlockRows)),
+        row_(carver.take<float>(
+            attention.key_pool.dim > attention.value_pool.dim ? padded(attention.key_pool.dim)
+                                                              : padded(attention.value_pool.dim))),
+        keys_(attention.key_pool, key_steps_ * Units::kStep * Units::kBytes, carver),
+        values_(attention.value_pool, value_steps_ * Units::kStep * Units::kBytes, carver) {
+    for (TileTokens& tokens : tiles_) {
+      tokens.keys = carver.take<const char*>(kTile);
+      tokens.values = carver.take<const char*>(kTile);
+    }
+  }
+
+  void run(const AttentionItem* next) {
+    begin_rows();
+    const KeyRange used = item_.visible(attention_);
+    TileTokens* now = &tiles_[0];
+    TileTokens* after = &tiles_[1];
+    int64_t tile = used.low / kTile * kTile;
+    if (tile < used.high) look_up(attention_, item_, tile, used, *now);
+    for (; tile < used.high; tile += kTile) {
+      const bool is_fetched = tile + kTile < used.high
+                                  ? (look_up(attention_, item_, tile + kTile, used, *after), true)
+                                  : next != nullptr && look_up_first(*next, *after);
+      take_tile(tile, *now, is_fetched ? *after : *now);
+      TileTokens* const done = now;
+      now = after;
+      after = done;
+    }
+    for (int64_t head = 0; head < item_.kv_heads; ++head) {
+      for (int64_t row = 0; row < rows_; ++row) finish_row(head, row);
+    }
+  }
+
+ private:
+  int64_t query_head(int64_t head, int64_t row) const {
+    return (item_.first_kv_head + head) * group_ + row % group_;
+  }
+  RowBlock& block_of(int64_t head, int64_t block) {
+    return blocks_of_rows_[head * row_blocks_ + block];
+  }
+  float* sums_of(int64_t head, int64_t row) {
+    return sums_ + (head * row_blocks_ * kBlockRows + row) * sum_units_;
+  }
+  uint32_t* queries_of(int64_t head, int64_t row) {
+    return queries_ + (head * row_blocks_ * kBlockRows + row) * query_units_;
+  }
+
+  void begin_rows() {
+    for (int64_t row = 0; row < rows_; ++row) {
+      ranges_[row] = item_.visible_to(attention_, item_.first_token + row / group_);
+    }
+    for (int64_t head = 0; head < item_.kv_heads; ++head) {
+      for (int64_t block = 0; block < row_blocks_; ++block) begin_block(head, block);
+    }
+  }
+
+  // Looks up the first tile of another item, if its rows can be fetched as those of this one.
+  bool look_up_first(const AttentionItem& item, TileTokens& tokens) const {
+    if (!item.has_few_rows(attention_) || item.kv_heads > item_.kv_heads) return false;
+    const KeyRange used = item.visible(attention_);
+    if (used.is_empty()) return false;
+    look_up(attention_, item, used.low / kTile * kTile, used, tokens);
+    return true;
+  }
+
+  void begin_block(int64_t head, int64_t block) {
+    RowBlock& rows = block_of(head, block);
+    rows = RowBlock{};
+    for (int i = 0; i < kBlockRows; ++i) {
+      const int64_t row = block * kBlockRows + i;
+      std::memset(sums_of(head, row), 0, static_cast<size_t>(sum_units_) * sizeof(float));
+      if (row >= rows_) continue;
+      const int64_t query_head_of_row = query_head(head, row);
+      load_query<Units>(
+          attention_,
+          item_.first_token + row / group_,
+          query_head_of_row,
+          row_,
+          queries_of(head, row));
+      const SoftmaxState state = attention_.first_state(query_head_of_row);
+      for (int lane = i * kBlockKeys; lane < (i + 1) * kBlockKeys; ++lane) {
+        rows.maximum[lane] = item_.is_first_chunk ? state.maximum : -kInfinity;
+        rows.slopes[lane] = attention_.slopes[query_head_of_row];
+      }
+      if (item_.is_first_chunk) rows.denominator[i * kBlockKeys] = state.denominator;
+    }
+  }
+
+  // The part of a tile that a row sees.
+  int part_of_tile(int64_t position, int64_t tile) const {
+    const int64_t part = position - tile;
+    return static_cast<int>(part < 0 ? 0 : part > kTile ? kTile : part);
+  }
+
+  // Tells the blocks of rows what they see of a tile; returns whether all rows see all of [first, last).
+  bool place_tile(int64_t tile, int first, int last) {
+    bool is_uniform = true;
+    for (int64_t block = 0; block < row_blocks_; ++block) {
+      RowBlock& rows = block_of(0, block);
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const int64_t row = block * kBlockRows + lane / kBlockKeys;
+        const int64_t like = row < rows_ ? row : rows_ - 1;
+        rows.positions[lane] = static_cast<int32_t>(tile - (first_position_ + like / group_));
+        rows.low[lane] = part_of_tile(ranges_[like].low, tile);
+        rows.high[lane] = part_of_tile(ranges_[like].high, tile);
+      }
+      is_uniform = is_uniform && rows.is_visible_to_all(first, last);
+      for (int64_t head = 1; head < item_.kv_heads; ++head) {
+        RowBlock& others = block_of(head, block);
+        others.positions = rows.positions;
+        others.low = rows.low;
+        others.high = rows.high;
+      }
+    }
+    return is_uniform;
+  }
+
+  void take_tile(int64_t tile, const TileTokens& tokens, const TileTokens& next) {
+    const int begin = tokens.first / kBlockKeys;
+    const int end = (tokens.last + kBlockKeys - 1) / kBlockKeys;
+    const bool is_uniform = place_tile(tile, tokens.first, tokens.last);
+    const bool is_whole =
+        is_uniform && tokens.first == begin * kBlockKeys && tokens.last == end * kBlockKeys;
+    for (int64_t head = 0; head < item_.kv_heads; ++head) {
+      const int64_t key_offset = head * attention_.key_pool.head_stride;
+      const int64_t value_offset = head * attention_.value_pool.head_stride;
+      keys_.take(tokens.keys, key_offset, tokens.first, tokens.last, false);
+      keys_.look_ahead(next.keys, key_offset);
+      values_.look_ahead(next.values, value_offset);
+      values_.take(tokens.values, value_offset, tokens.first, tokens.last, true);
+      const ScoreRule rule{
+          attention_.score_scale(item_.first_kv_head + head),
+          attention_.softcap,
+          attention_.softcap == 0.0f && !attention_.slopes.is_given()};
+      for (int64_t block = 0; block < row_blocks_; ++block) {
+        score(head, block, begin, end);
+        weigh(head, block, rule, begin, end, is_whole);
+        if (is_uniform) {
+          add(head, block, begin, end);
+        } else {
+          add_row_by_row(head, block, tokens, value_offset);
+          values_.take(tokens.values, value_offset, tokens.first, tokens.last, true);
+        }
+      }
+    }
+  }
+
+  int rows_in_block(int64_t block) const {
+    const int64_t left = rows_ - block * kBlockRows;
+    return static_cast<int>(left < kBlockRows ? left : kBlockRows);
+  }
+
+  // Calls body(std::integral_constant<int, rows>) with the number of rows that a block has.
+  template <class Body>
+  void with_rows(int64_t block, Body body) const {
+    const int rows = rows_in_block(block);
+    if constexpr (kBlockRows >= 4) {
+      if (rows == 4) return body(std::integral_constant<int, 4>{});
+      if (rows == 3) return body(std::integral_constant<int, 3>{});
+    }
+    if constexpr (kBlockRows >= 2) {
+      if (rows == 2) return body(std::integral_constant<int, 2>{});
+    }
+    body(std::integral_constant<int, 1>{});
+  }
+
+  template <int kRows>
+  void score_rows(const uint32_t* queries, int begin, int end, bool fetches) {
+    for (int block = begin; block < end; ++block) {
+      if (fetches) keys_.fetch(block);
+      const char* const* const keys = keys_.rows + block * kBlockKeys;
+      store(
+          scores_ + block * kLanes,
+          dot_block<Units, kRows>(queries, query_units_, keys, key_steps_));
+    }
+  }
+
+  // The first block of rows to go through a tile fetches the next.
+  void score(int64_t head, int64_t block, int begin, int end) {
+    const uint32_t* const queries = queries_of(head, block * kBlockRows);
+    with_rows(block, [&](auto rows) {
+      score_rows<decltype(rows)::value>(queries, begin, end, block == 0);
+    });
+  }
+
+  uint32_t* weights() const { return reinterpret_cast<uint32_t*>(scores_); }
+
+  void weigh(
+      int64_t head, int64_t block, const ScoreRule& rule, int begin, int end, bool is_whole) {
+    RowBlock& rows = block_of(head, block);
+    const Float decay =
+        is_whole ? weigh_block<Units, false>(rows, rule, scores_, weights(), begin, end)
+                 : weigh_block<Units, true>(rows, rule, scores_, weights(), begin, end);
+    for (int i = 0; i < rows_in_block(block); ++i) {
+      const float factor = decay[i * kBlockKeys];
+      if (factor == 1.0f) continue;
+      float* const sums = sums_of(head, block * kBlockRows + i);
+      for (int64_t d = 0; d < sum_units_; d += kLanes) store(sums + d, load(sums + d) * factor);
+    }
+  }
+
+  template <int kRows>
+  void add_to_rows(const uint32_t* weights, float* sums, int begin, int end, bool fetches) {
+    constexpr int kSteps = 4 / Units::kValueVectors;
+    const int64_t passes = value_steps_ < kSteps ? 1 : value_steps_ / kSteps;
+    const int fetch_every = fetches ? static_cast<int>(passes) : 0;
+    int64_t step = 0;
+    for (; step + kSteps <= value_steps_; step += kSteps) {
+      float* const from = sums + step * Units::kStep;
+      add_values<Units, kRows, kSteps>(
+          weights, values_, step, begin, end, from, sum_units_, fetch_every);
+    }
+    for (; step < value_steps_; ++step) {
+      float* const from = sums + step * Units::kStep;
+      const bool fetches_too = value_steps_ < kSteps && step == 0;
+      add_values<Units, kRows, 1>(
+          weights, values_, step, begin, end, from, sum_units_, fetches_too ? fetch_every : 0);
+    }
+  }
+
+  void add(int64_t head, int64_t block, int begin, int end) {
+    float* const sums = sums_of(head, block * kBlockRows);
+    with_rows(block, [&](auto rows) {
+      add_to_rows<decltype(rows)::value>(weights(), sums, begin, end, block == 0);
+    });
+  }
+
+  // Rows that see different parts of the tile: each takes zeros for the values that it does not see.
+  void add_row_by_row(int64_t head, int64_t block, const TileTokens& tokens, int64_t offset) {
+    const RowBlock& rows = block_of(head, block);
+    for (int i = 0; i < rows_in_block(block); ++i) {
+      const int first = rows.low[i * kBlockKeys], last = rows.high[i * kBlockKeys];
+      if (first >= last) continue;
+      values_.take(tokens.values, offset, first, last, true);
+      add_to_rows<1>(
+          weights() + i * (kBlockKeys / Units::kPair),
+          sums_of(head, block * kBlockRows + i),
+          first / kBlockKeys,
+          (last + kBlockKeys - 1) / kBlockKeys,
+          false);
+    }
+  }
+
+  void finish_row(int64_t head, int64_t row) {
+    const RowBlock& rows = block_of(head, row / kBlockRows);
+    const int lane = static_cast<int>(row % kBlockRows) * kBlockKeys;
+    float denominator = 0.0f;
+    for (int i = 0; i < kBlockKeys; ++i) denominator += rows.denominator[lane + i];
+    order_sums<Units>(sums_of(head, row), attention_.value_pool.dim, row_);
+    item_.finish_row(
+        attention_,
+        item_.first_token + row / group_,
+        query_head(head, row),
+        ranges_[row].is_empty(),
+        {rows.maximum[lane], denominator},
+        row_);
+  }
+
+  const Attention& attention_;
+  const AttentionItem& item_;
+  const int64_t first_position_, group_, rows_, row_blocks_;
+  const int64_t key_steps_, value_steps_, query_units_, sum_units_;
+  uint32_t* const queries_;
+  float* const sums_;
+  RowBlock* const blocks_of_rows_;
+  KeyRange* const ranges_;
+  float* const scores_;
+  float* const row_;
+  TileRows keys_, values_;
+  TileTokens tiles_[2];
+};

@@ -1,0 +1,173 @@
+// The arithmetic of a block of query rows on a tile whose keys and values are used where they are.
+//
+// A body, not a header: a file of kernels includes it inside of its own namespace.
+//
+// Scores lie in vectors of 4 keys for each of kBlockRows rows, which makes the softmax of a block of
+// rows run down whole vectors.
+
+inline constexpr int kBlockRows = kLanes / kBlockKeys;
+
+// The softmax of a block of rows, each row's four lanes alike but for the denominators' parts.
+struct RowBlock {
+  Float maximum, denominator, slopes;
+  Int positions, low, high;  // of a tile's first key: less the row's position; the keys it sees
+
+  bool is_visible_to_all(int first, int last) const {
+    bool is_visible = true;
+    for (int lane = 0; lane < kLanes; lane += kBlockKeys) {
+      is_visible = is_visible && low[lane] <= first && last <= high[lane];
+    }
+    return is_visible;
+  }
+};
+
+inline Int select(Int condition, Int a, Int b) { return condition ? a : b; }
+inline Float select(Int condition, Float a, Float b) { return condition ? a : b; }
+
+inline Int keys_of_block(int block) {
+  return (lane_numbers() & (kBlockKeys - 1)) + block * kBlockKeys;
+}
+
+// Turns the dots of blocks [begin, end) into weights relative to the rows' new maxima, and returns
+// the factors that bring what was summed before to those.
+template <class Units, bool kMasked>
+inline Float weigh_block(
+    RowBlock& rows, const ScoreRule& rule, float* scores, uint32_t* weights, int begin, int end) {
+  Float largest = broadcast(-kInfinity);
+  for (int block = begin; block < end; ++block) {
+    const Int keys = keys_of_block(block);
+    Float score = load(scores + block * kLanes);
+    if (rule.is_plain) {
+      score = clamp_to_finite(score * rule.scale);
+    } else {
+      const Float distances = __builtin_convertvector(keys + rows.positions, Float);
+      score = score_of(score, rule, rows.slopes, distances);
+    }
+    if (kMasked) {
+      score = select((rows.low <= keys) & (keys < rows.high), score, broadcast(-kInfinity));
+    }
+    largest = larger(score, largest);
+    store(scores + block * kLanes, score);
+  }
+  const Float maximum = larger(largest_of_four(largest), rows.maximum);
+  const Float decay = select(
+      maximum > rows.maximum, exp_of_nonpositive(rows.maximum - maximum), broadcast(1.0f));
+  Float total = {};
+  for (int block = begin; block < end; ++block) {
+    Float weight = exp_of_nonpositive(load(scores + block * kLanes) - maximum);
+    if (kMasked) {
+      const Int keys = keys_of_block(block);
+      weight = select((rows.low <= keys) & (keys < rows.high), weight, Float{});
+    }
+    total += weight;
+    if constexpr (Units::kPair == 1) {
+      store_bits(weights + block * kLanes, (Bits)weight);
+    } else {
+#ifdef TORCH_PAGEDKV_AVX512_BF16
+      store_bfloat16_pairs(weights + block * (kLanes / 2), weight);
+#endif
+    }
+  }
+  rows.maximum = maximum;
+  rows.denominator = multiply_add(rows.denominator, decay, total);
+  return decay;
+}
+
+// Dots of kRows query rows with a block of keys, rows after rows.
+template <class Units, int kRows>
+inline Float dot_block(
+    const uint32_t* queries, int64_t query_units, const char* const* keys, int64_t steps) {
+  constexpr int kVectors = Units::kKeyVectors;
+  constexpr int kBytes = Units::kStep * Units::kBytes;
+  Float sums[kBlockRows][kBlockKeys];
+#pragma GCC unroll 4
+  for (int i = 0; i < kBlockRows; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kBlockKeys; ++j) sums[i][j] = Float{};
+  }
+  for (int64_t step = 0; step < steps; ++step) {
+    Bits key[kBlockKeys][kVectors];
+    const uint32_t* const query = queries + step * kVectors * kLanes;
+#pragma GCC unroll 4
+    for (int j = 0; j < kBlockKeys; ++j) {
+      Units::load_keys(keys[j] + step * kBytes, key[j]);
+      if constexpr (kVectors > 2) {  // more than the registers hold at once
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 4
+          for (int i = 0; i < kRows; ++i) {
+            const Bits units = load_bits(query + i * query_units + v * kLanes);
+            sums[i][j] = Units::multiply_add_units(units, key[j][v], sums[i][j]);
+          }
+        }
+      }
+    }
+    if constexpr (kVectors <= 2) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kRows; ++i) {
+          const Bits units = load_bits(query + i * query_units + v * kLanes);
+#pragma GCC unroll 4
+          for (int j = 0; j < kBlockKeys; ++j) {
+            sums[i][j] = Units::multiply_add_units(units, key[j][v], sums[i][j]);
+          }
+        }
+      }
+    }
+  }
+  return sum_each(sums);
+}
+
+// sums[row] += weight[row][n] * value[n] over blocks [begin, end), for kSteps steps of elements.
+// Of `kSteps` * `fetch_every` steps it fetches its share of the next tile; 0: none.
+template <class Units, int kRows, int kSteps>
+inline void add_values(
+    const uint32_t* weights,
+    const TileRows& values,
+    int64_t first_step,
+    int begin,
+    int end,
+    float* sums,
+    int64_t sums_stride,
+    int fetch_every) {
+  constexpr int kVectors = Units::kValueVectors, kPair = Units::kPair;
+  constexpr int kBytes = Units::kStep * Units::kBytes;
+  Float sum[kRows][kSteps * kVectors];
+#pragma GCC unroll 4
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kSteps * kVectors; ++v) sum[i][v] = load(sums + i * sums_stride + v * kLanes);
+  }
+  int next_fetch = fetch_every ? begin + static_cast<int>(first_step / kSteps) : end;
+  for (int block = begin; block < end; ++block) {
+    const uint32_t* const weight = weights + block * (kLanes / kPair);
+    const char* const* const rows = values.rows + block * kBlockKeys;
+    if (block == next_fetch) {
+      values.fetch(block);
+      next_fetch += fetch_every;
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < kBlockKeys; n += kPair) {
+#pragma GCC unroll 4
+      for (int s = 0; s < kSteps; ++s) {
+        Bits value[kVectors];
+        Units::load_values(rows + n, (first_step + s) * kBytes, value);
+#pragma GCC unroll 4
+        for (int i = 0; i < kRows; ++i) {
+          const Bits factor = broadcast_bits(weight[i * (kBlockKeys / kPair) + n / kPair]);
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) {
+            Float& target = sum[i][s * kVectors + v];
+            target = Units::multiply_add_units(factor, value[v], target);
+          }
+        }
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kSteps * kVectors; ++v) store(sums + i * sums_stride + v * kLanes, sum[i][v]);
+  }
+}

@@ -1,0 +1,101 @@
+// Where the keys and values of a tile are, for any number of query rows.
+//
+// A body, not a header: a file of kernels includes it inside of its own namespace.
+
+inline constexpr int kBlockKeys = 4;
+
+// Where the positions of a tile are in the pools, and which of them are used: [first, last).
+struct TileTokens {
+  const char** keys;
+  const char** values;
+  int first, last;
+};
+
+// Looks up the positions of a tile that are in `used`. Positions beside them in a block of keys get
+// an address too, which is safe to read.
+inline void look_up(
+    const Attention& attention,
+    const AttentionItem& item,
+    int64_t tile,
+    const KeyRange& used,
+    TileTokens& tokens) {
+  const IndexVector blocks = attention.table.row(item.sequence);
+  const int64_t kv_head = item.first_kv_head;
+  tokens.first = static_cast<int>(used.low > tile ? used.low - tile : 0);
+  tokens.last = static_cast<int>(used.high - tile < kTile ? used.high - tile : kTile);
+  const int64_t block_size = attention.key_pool.block_size;
+  int64_t column = (tile + tokens.first) / block_size;
+  int64_t offset = (tile + tokens.first) % block_size;
+  int64_t block = blocks[column];
+  for (int n = tokens.first; n < tokens.last; ++n, ++offset) {
+    if (offset == block_size) {
+      offset = 0;
+      block = blocks[++column];
+    }
+    tokens.keys[n] = attention.key_pool.at(block, offset, kv_head);
+    tokens.values[n] = attention.value_pool.at(block, offset, kv_head);
+  }
+  for (int n = 0; n < kTile; ++n) {
+    const int like = n < tokens.first ? tokens.first : n < tokens.last ? n : tokens.last - 1;
+    tokens.keys[n] = tokens.keys[like];
+    tokens.values[n] = tokens.values[like];
+  }
+}
+
+// Rows of one KV head of a tile, or copies of them that are padded with zeros to whole steps.
+class TileRows {
+ public:
+  TileRows(const Pool& pool, int64_t row_bytes, Carver& carver)
+      : pool_bytes_(pool.row_bytes()), row_bytes_(row_bytes), is_padded_(row_bytes != pool_bytes_) {
+    rows = carver.take<const char*>(kTile);
+    ahead_ = carver.take<const char*>(kTile);
+    zeros_ = carver.take<char>(row_bytes);
+    std::memset(zeros_, 0, static_cast<size_t>(row_bytes));
+    if (!is_padded_) return;
+    copies_ = carver.take<char>(kTile * row_bytes);
+    std::memset(copies_, 0, static_cast<size_t>(kTile * row_bytes));
+  }
+
+  // Takes [first, last) of the tokens. Other rows of whole blocks of keys are zeros or, where
+  // `zeros` is not asked for, whatever the tokens say.
+  void take(const char* const* tokens, int64_t head_offset, int first, int last, bool zeros) {
+    const int begin = first / kBlockKeys * kBlockKeys;
+    const int end = (last + kBlockKeys - 1) / kBlockKeys * kBlockKeys;
+    for (int n = begin; n < end; ++n) {
+      const bool is_used = first <= n && n < last;
+      if (zeros && !is_used) {
+        rows[n] = zeros_;
+      } else if (is_padded_) {
+        char* const copy = copies_ + n * row_bytes_;
+        std::memcpy(copy, tokens[n] + head_offset, static_cast<size_t>(pool_bytes_));
+        rows[n] = copy;
+      } else {
+        rows[n] = tokens[n] + head_offset;
+      }
+    }
+  }
+
+  // Names the rows to fetch, one for each that is used.
+  void look_ahead(const char* const* tokens, int64_t head_offset) {
+    for (int n = 0; n < kTile; ++n) ahead_[n] = tokens[n] + head_offset;
+  }
+  // Fetches those of a block of keys, whole rows at once: memory likes lines in their order. They
+  // would flood the first cache and go to the second.
+  void fetch(int block) const {
+    for (int n = block * kBlockKeys; n < (block + 1) * kBlockKeys; ++n) {
+      for (int64_t line = 0; line < pool_bytes_; line += 64) {
+        __builtin_prefetch(ahead_[n] + line, 0, 2);
+      }
+    }
+  }
+  const char* zeros() const { return zeros_; }
+
+  const char** rows;
+
+ private:
+  int64_t pool_bytes_, row_bytes_;
+  bool is_padded_;
+  const char** ahead_;
+  char* zeros_;
+  char* copies_ = nullptr;
+};
