@@ -5,7 +5,12 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint clean
+# How long make fuzz runs, where it starts, and on which device.
+FUZZ_SECONDS ?= 1800
+FUZZ_SEED ?= $(shell date +%s)000000
+FUZZ_DEVICE ?= cpu
+
+.PHONY: demo test lint fuzz clean
 
 demo: $(VENV)/ready
 	$(RUN) docs/examples/generate.py $(ARGS)
@@ -17,6 +22,9 @@ test: $(VENV)/ready
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+fuzz: $(VENV)/ready
+	$(RUN) tests/fuzz_ops.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) --device $(FUZZ_DEVICE)
 
 $(VENV)/ready: requirements.txt requirements-weights.txt pyproject.toml setup.py $(wildcard csrc/*.h csrc/cpu/*)
 	@echo "Making $(VENV): torch, triton and the test tools, then the C++ kernels (about a minute)"

@@ -188,6 +188,9 @@ ERRORS = [
             "softcap_negative": lambda c: {"softcap": -1.0},
             "softcap_infinite": lambda c: {"softcap": float("inf")},
             "softcap_nan": lambda c: {"softcap": float("nan")},
+            "softcap_past_float32": lambda c: {"softcap": 1e39},
+            "softcap_below_float32": lambda c: {"softcap": 1e-46},
+            "scale_past_float32": lambda c: {"softmax_scale": -1e300},
             "splits_negative": lambda c: {"num_splits": -1},
             "slopes_size": lambda c: {"alibi_slopes": torch.ones(2, device=c["query"].device)},
             "slopes_integer": lambda c: {"alibi_slopes": torch.ones(4, device=c["query"].device, dtype=torch.int32)},
@@ -269,6 +272,7 @@ ERRORS = [
         {
             "table_float": lambda c: {"block_table": c["block_table"].float()},
             "block_size_0": lambda c: {"block_size": 0},
+            "block_size_past_int64": lambda c: {"block_size": 2**62},
             "tokens_negative": lambda c: {"num_tokens": -1},
             "decode_tokens": lambda c: {"cu_seqlens_q": None},
         },

@@ -134,12 +134,15 @@ lengths_device: ValueError: paged_attention: seqused_k must be on cpu like key_c
 sums_size: ValueError: paged_attention: cu_seqlens_q must have num_sequences + 1 = 3 in dimension 0, got shape [2]
 sums_float: TypeError: paged_attention: cu_seqlens_q must have dtype int32 or int64, got float32
 sums_missing: ValueError: paged_attention: query must have one token for each of the 2 sequences where cu_seqlens_q is None, got 3
-scale_nan: ValueError: paged_attention: softmax_scale must be finite, got nan
+scale_nan: ValueError: paged_attention: softmax_scale must be finite in float32, got nan
 window_below: ValueError: paged_attention: window_size must be a pair (left, right) of integers >= -1, got (-2, 0)
 window_single: ValueError: paged_attention: window_size must be a pair (left, right) of integers >= -1, got (4,)
 softcap_negative: ValueError: paged_attention: softcap must be >= 0 (0: off), got -1.0
-softcap_infinite: ValueError: paged_attention: softcap must be finite, got inf
-softcap_nan: ValueError: paged_attention: softcap must be finite, got nan
+softcap_infinite: ValueError: paged_attention: softcap must be finite in float32, got inf
+softcap_nan: ValueError: paged_attention: softcap must be finite in float32, got nan
+softcap_past_float32: ValueError: paged_attention: softcap must be finite in float32, got 1e+39
+softcap_below_float32: ValueError: paged_attention: softcap must be 0 (off) or normal in float32, got 1e-46
+scale_past_float32: ValueError: paged_attention: softmax_scale must be finite in float32, got -1e+300
 splits_negative: ValueError: paged_attention: num_splits must be >= 0 (0: the kernel chooses), got -1
 slopes_size: ValueError: paged_attention: alibi_slopes must have num_heads = 4 in dimension 0, got shape [2]
 slopes_integer: TypeError: paged_attention: alibi_slopes must have dtype float32 or bfloat16 or float16 or float64, got int32
@@ -180,6 +183,7 @@ lse_transposed: ValueError: merge_attention_states: lse_b must have out_a's num_
 lse_device: ValueError: merge_attention_states: lse_b must be on cpu like out_a, got meta
 table_float: TypeError: compute_slot_mapping: block_table must have dtype int32 or int64, got float32
 block_size_0: ValueError: compute_slot_mapping: block_size must be >= 1, got 0
+block_size_past_int64: ValueError: compute_slot_mapping: block_table must reach less than 2**63 positions, got max_blocks = 2 of block_size = 4611686018427387904
 tokens_negative: ValueError: compute_slot_mapping: num_tokens must be >= 0, got -1
 decode_tokens: ValueError: compute_slot_mapping: num_tokens must be num_sequences = 2 where cu_seqlens_q is None, got 3
 length_past_table: ValueError: compute_slot_mapping: seqused_k must be in [0, max_blocks * block_size = 32], got 33 at index 0

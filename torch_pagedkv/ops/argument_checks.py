@@ -17,6 +17,9 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 POOL_DTYPES = FLOAT_DTYPES + FP8_DTYPES
 MAX_HEAD_DIM = 512
+INT64_MAX = 2**63 - 1
+FLOAT32_MAX = torch.finfo(torch.float32).max
+FLOAT32_SMALLEST = torch.finfo(torch.float32).smallest_normal
 
 
 def differ(a: Any, b: Any) -> bool:
@@ -51,6 +54,8 @@ def check_optional_tensors(op: str, **arguments: Any) -> None:
 
 
 def check_dtype(op: str, name: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+    if tensor is None:  # torch.ops lets None through as an undefined tensor
+        check_tensors(op, **{name: tensor})
     if tensor.dtype not in allowed:
         raise TypeError(
             f"{op}: {name} must have dtype {name_dtypes(allowed)}, got {name_dtypes((tensor.dtype,))}"
@@ -66,6 +71,8 @@ def check_device(op: str, name: str, tensor: torch.Tensor, anchor_name: str, anc
 
 def check_rank(op: str, name: str, tensor: torch.Tensor, dims: str) -> None:
     """Refuse a tensor that does not have as many dimensions as the pattern ``dims`` has names."""
+    if tensor is None:
+        check_tensors(op, **{name: tensor})
     if tensor.dim() != dims.count(",") + 1:
         raise ValueError(f"{op}: {name} must have shape {dims}, got {list(tensor.shape)}")
 
@@ -103,8 +110,7 @@ def check_head_dim(op: str, name: str, head_dim: Any) -> None:
 def check_pools(op: str, key_cache: torch.Tensor, value_cache: torch.Tensor, *, written: bool) -> None:
     """Check both pools against each other; ``written`` pools must not overlap themselves or want a gradient."""
     check_dtype(op, "key_cache", key_cache, POOL_DTYPES)
-    if value_cache.dtype != key_cache.dtype:
-        check_dtype(op, "value_cache", value_cache, (key_cache.dtype,))
+    check_dtype(op, "value_cache", value_cache, (key_cache.dtype,))
     check_rank(op, "key_cache", key_cache, "[num_blocks, block_size, num_kv_heads, head_dim]")
     check_rank(op, "value_cache", value_cache, "[num_blocks, block_size, num_kv_heads, value_head_dim]")
     check_device(op, "value_cache", value_cache, "key_cache", key_cache)
@@ -147,12 +153,19 @@ def check_batch(
     block_table: torch.Tensor,
     seqused_k: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
+    block_size: Any,
     anchor_name: str,
     anchor: torch.Tensor,
 ) -> None:
     """Check the tensors that describe a batch's sequences against each other."""
     check_index(op, "block_table", block_table, "[num_sequences, max_blocks]", anchor_name, anchor)
     check_last_stride(op, "block_table", block_table)
+    max_blocks = block_table.shape[1]
+    if type(max_blocks) is int and type(block_size) is int and max_blocks * block_size > INT64_MAX:
+        raise ValueError(
+            f"{op}: block_table must reach less than 2**63 positions, "
+            f"got max_blocks = {max_blocks} of block_size = {block_size}"
+        )
     check_index(op, "seqused_k", seqused_k, "[num_sequences]", anchor_name, anchor)
     check_size(op, "seqused_k", seqused_k, 0, block_table.shape[0], "block_table's num_sequences")
     if cu_seqlens_q is not None:
@@ -197,5 +210,5 @@ def check_per_head(op: str, name: str, tensor: torch.Tensor | None, query: torch
 
 
 def check_finite(op: str, name: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"{op}: {name} must be finite, got {value}")
+    if not math.isfinite(value) or abs(value) > FLOAT32_MAX:
+        raise ValueError(f"{op}: {name} must be finite in float32, got {value}")

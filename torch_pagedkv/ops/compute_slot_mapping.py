@@ -71,9 +71,10 @@ def compute_slot_mapping(
 
 
 def _check(block_table, seqused_k, cu_seqlens_q, block_size, num_tokens) -> None:
-    check_batch(_NAME, block_table, seqused_k, cu_seqlens_q, "block_table", block_table)
     if exceeds(1, block_size):
         raise ValueError(f"{_NAME}: block_size must be >= 1, got {block_size}")
+    batch = (block_table, seqused_k, cu_seqlens_q)
+    check_batch(_NAME, *batch, block_size, "block_table", block_table)
     if exceeds(0, num_tokens):
         raise ValueError(f"{_NAME}: num_tokens must be >= 0, got {num_tokens}")
     if cu_seqlens_q is None and differ(num_tokens, block_table.shape[0]):

@@ -93,7 +93,8 @@ def gather_kv(
 def _check(key_cache, value_cache, block_table, seqused_k, k_scale, v_scale, dtype) -> torch.dtype:
     """Check the arguments and return the dtype of the result."""
     check_pools(_NAME, key_cache, value_cache, written=False)
-    check_batch(_NAME, block_table, seqused_k, None, "key_cache", key_cache)
+    block_size = key_cache.shape[1]
+    check_batch(_NAME, block_table, seqused_k, None, block_size, "key_cache", key_cache)
     is_fp8 = key_cache.dtype in FP8_DTYPES
     if dtype is None:
         dtype = torch.bfloat16 if is_fp8 else key_cache.dtype

@@ -10,6 +10,7 @@ import torch
 from torch_pagedkv import reference
 from torch_pagedkv.ops import value_checking
 from torch_pagedkv.ops.argument_checks import (
+    FLOAT32_SMALLEST,
     FLOAT_DTYPES,
     FP8_DTYPES,
     check_batch,
@@ -173,6 +174,8 @@ def check_options(op: str, softmax_scale: float | None, softcap: float, num_spli
     check_finite(op, "softcap", softcap)
     if softcap < 0.0:
         raise ValueError(f"{op}: softcap must be >= 0 (0: off), got {softcap}")
+    if 0.0 < softcap < FLOAT32_SMALLEST:
+        raise ValueError(f"{op}: softcap must be 0 (off) or normal in float32, got {softcap}")
     if num_splits < 0:
         raise ValueError(f"{op}: num_splits must be >= 0 (0: the kernel chooses), got {num_splits}")
 
@@ -204,7 +207,8 @@ def _check(query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, 
             f"{_NAME}: query must have a positive multiple of num_kv_heads = {num_kv_heads} heads, "
             f"got {num_heads}"
         )
-    check_batch(_NAME, block_table, seqused_k, cu_seqlens_q, "key_cache", key_cache)
+    batch = (block_table, seqused_k, cu_seqlens_q)
+    check_batch(_NAME, *batch, key_cache.shape[1], "key_cache", key_cache)
     if cu_seqlens_q is None and differ(query.shape[0], block_table.shape[0]):
         raise ValueError(
             f"{_NAME}: query must have one token for each of the {block_table.shape[0]} sequences "

@@ -17,21 +17,23 @@ def merge_attention_states(
     compute = precision or torch.float32
     log_a, log_b = lse_a.to(compute), lse_b.to(compute)
     maximum = torch.maximum(log_a, log_b)
-    empty = maximum == -torch.inf
-    # Subtracting -inf from -inf would be NaN; a row with nothing in it keeps weights of 0.
-    reference_point = torch.where(empty, torch.zeros_like(maximum), maximum)
-    weight_a = torch.exp(log_a - reference_point)
-    weight_b = torch.exp(log_b - reference_point)
+    weight_a, weight_b = torch.exp(log_a - maximum), torch.exp(log_b - maximum)
     total = weight_a + weight_b
-    lse = torch.where(empty, maximum, reference_point + torch.log(total))
 
-    def share(out: torch.Tensor, weight: torch.Tensor, log: torch.Tensor) -> torch.Tensor:
-        per_token = weight.T.unsqueeze(-1)
-        is_empty = (log == -torch.inf).T.unsqueeze(-1)
-        # Whatever stands in an empty part, NaN included, must not reach the result.
-        return torch.where(is_empty, torch.zeros_like(per_token), per_token * out.to(compute))
+    def of_rows(per_head: torch.Tensor) -> torch.Tensor:
+        return per_head.T.unsqueeze(-1)
 
-    summed = share(out_a, weight_a, log_a) + share(out_b, weight_b, log_b)
-    divisor = torch.where(empty, torch.ones_like(total), total).T.unsqueeze(-1)
-    out = summed / divisor
-    return (out if precision else out.to(out_a.dtype)).contiguous(), lse.contiguous()
+    summed = of_rows(weight_a) * out_a.to(compute) + of_rows(weight_b) * out_b.to(compute)
+    out = summed / of_rows(total)
+    lse = maximum + torch.log(total)
+    # Selected: whatever stands in an empty part, NaN included, must not reach the result, and the
+    # other part must stay as it is. Two empty parts make one more.
+    a_empty, b_empty = log_a == -torch.inf, log_b == -torch.inf
+    out = torch.where(of_rows(b_empty), out_a.to(compute), out)
+    out = torch.where(of_rows(a_empty), out_b.to(compute), out)
+    out = torch.where(of_rows(a_empty & b_empty), 0.0, out)
+    lse = torch.where(b_empty, log_a, torch.where(a_empty, log_b, lse))
+    # Copied into new tensors: an expression keeps odd strides that size-1 dimensions came with.
+    merged = torch.empty(out_a.shape, dtype=precision or out_a.dtype, device=out_a.device)
+    merged_lse = torch.empty(lse_a.shape, dtype=compute, device=out_a.device)
+    return merged.copy_(out), merged_lse.copy_(lse)

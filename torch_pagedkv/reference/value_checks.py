@@ -155,7 +155,7 @@ def check_block_copies(
     repeated = torch.zeros_like(destinations, dtype=torch.bool)
     repeated[order[1:]] = ascending[1:] == ascending[:-1]
     known = sources.sort().values
-    nearest = torch.searchsorted(known, destinations).clamp(max=known.shape[0] - 1)
+    nearest = torch.searchsorted(known, destinations.contiguous()).clamp(max=known.shape[0] - 1)
     is_source = known[nearest] == destinations
 
     def sentence(index: int) -> str:
