@@ -2,11 +2,11 @@
 
 #include "kernels.h"
 
+#include <torch/csrc/stable/library.h>
+
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
-
-#include <torch/csrc/stable/library.h>
 
 namespace torch_pagedkv {
 
@@ -74,4 +74,17 @@ const Kernels& kernels() {
   return chosen;
 }
 
+namespace {
+
+std::string cpu_capability() { return kernels().name; }
+
+}  // namespace
 }  // namespace torch_pagedkv
+
+STABLE_TORCH_LIBRARY_FRAGMENT(torch_pagedkv_native, library) {
+  library.def("cpu_capability() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(torch_pagedkv_native, CompositeExplicitAutograd, library) {
+  library.impl("cpu_capability", TORCH_BOX(&torch_pagedkv::cpu_capability));
+}

@@ -25,9 +25,13 @@ struct Kernels {
   // means nothing to the other dtypes.
   void (*store_from_float)(
       ScalarType dtype, const float* source, int64_t count, float scale, char* target);
-  // Converts rows of `count` elements into fp8 elements.
+  // Converts elements of another dtype into fp8 elements.
   void (*quantise)(
       ScalarType from, ScalarType to, const char* source, int64_t count, float scale, char* target);
+  // Copies bytes that nobody will read soon, and fetches as many at `ahead`; finish_streams follows
+  // before another thread may read them.
+  void (*stream)(char* target, const char* source, const char* ahead, int64_t bytes);
+  void (*finish_streams)();
   // Computes an item, and fetches what the item after it will read first; null: no such item.
   void (*attend)(
       const Attention& attention,

@@ -41,7 +41,8 @@ namespace {
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = {"avx512", load_run, store_run, quantise_run, attend};
+const Kernels kKernels = {
+    "avx512", load_run, store_run, quantise_run, stream_run, finish_streams, attend};
 
 }  // namespace avx512
 }  // namespace torch_pagedkv

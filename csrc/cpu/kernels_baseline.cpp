@@ -1,7 +1,9 @@
 // The kernels for what every machine of the architecture runs.
 
-#ifdef __aarch64__
+#if defined(__aarch64__)
 #include <arm_neon.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 #include "cpu/kernel_headers.h"
@@ -31,7 +33,8 @@ namespace {
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = {"baseline", load_run, store_run, quantise_run, attend};
+const Kernels kKernels = {
+    "baseline", load_run, store_run, quantise_run, stream_run, finish_streams, attend};
 
 }  // namespace baseline
 }  // namespace torch_pagedkv

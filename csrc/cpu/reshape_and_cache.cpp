@@ -10,37 +10,60 @@ namespace {
 
 constexpr const char* kOp = "reshape_and_cache";
 
+// So many bytes leave no cache to anybody else, and are written past the caches.
+constexpr int64_t kBytesToStream = 4 << 20;
+// Tokens are pages apart in a fused projection, which no hardware foresees.
+constexpr int64_t kTokensAhead = 2;
+
 // Keys into the key pool, or values into the value pool.
 struct Write {
   TokenRows rows;
   Pool pool;
   HeadValues scales;
+  bool streams;
 
-  void token(int64_t token, int64_t slot) const {
+  Write(const Tensor& source, const Tensor& cache, const HeadValues& head_scales, int64_t tokens)
+      : rows(source), pool(cache), scales(head_scales) {
+    const bool is_one_run =
+        heads_adjoin(rows.head_stride, rows.row_bytes()) &&
+        heads_adjoin(pool.head_stride, pool.row_bytes());
+    streams = rows.dtype == pool.dtype && is_one_run && tokens * token_bytes() >= kBytesToStream;
+  }
+
+  int64_t token_bytes() const { return pool.num_kv_heads * pool.row_bytes(); }
+
+  void token(const Kernels& with, int64_t token, int64_t slot) const {
     char* const target = pool.at_slot(slot, 0);
+    const char* const source = rows.at(token, 0);
+    if (streams) {
+      const int64_t after = std::min(token + kTokensAhead, rows.tokens - 1);
+      with.stream(target, source, rows.at(after, 0), token_bytes());
+      return;
+    }
     if (rows.dtype == pool.dtype) {
       copy_heads(
           target,
           pool.head_stride,
-          rows.at(token, 0),
+          source,
           rows.head_stride,
           pool.num_kv_heads,
           pool.row_bytes());
       return;
     }
-    float piece[kPiece];
     for (int64_t head = 0; head < pool.num_kv_heads; ++head) {
-      in_pieces(pool.dim, [&](int64_t offset, int64_t length) {
-        load_as_float(
-            rows.dtype, rows.at(token, head) + offset * rows.element_size, length, piece);
-        store_from_float(
-            pool.dtype,
-            piece,
-            length,
-            scales[head],
-            target + head * pool.head_stride + offset * pool.element_size);
-      });
+      with.quantise(
+          rows.dtype,
+          pool.dtype,
+          source + head * rows.head_stride,
+          pool.dim,
+          scales[head],
+          target + head * pool.head_stride);
     }
+  }
+
+ private:
+  bool heads_adjoin(int64_t head_stride, int64_t row_bytes) const {
+    return pool.num_kv_heads == 1 || head_stride == row_bytes;
   }
 };
 
@@ -79,11 +102,12 @@ void reshape_and_cache(
   const HeadValues k_scales(kOp, "k_scale", k_scale, num_kv_heads, 1.0f);
   const HeadValues v_scales(kOp, "v_scale", v_scale, num_kv_heads, 1.0f);
   const Write writes[2] = {
-      {TokenRows(key), Pool(key_cache), k_scales},
-      {TokenRows(value), Pool(value_cache), v_scales},
+      Write(key, key_cache, k_scales, slots.size()),
+      Write(value, value_cache, v_scales, slots.size()),
   };
   check_slots(kOp, slots, writes[0].pool.num_slots());
 
+  const Kernels& with = kernels();
   // A slot belongs to one share, and a share takes tokens in order: of two tokens with one slot
   // the last wins, whatever the number of threads.
   const int64_t row_bytes = writes[0].rows.row_bytes() + writes[1].rows.row_bytes();
@@ -96,8 +120,9 @@ void reshape_and_cache(
     for (int64_t token = 0; token < slots.size(); ++token) {
       const int64_t slot = slots[token];
       if (slot < 0 || (shares > 1 && share_of_slot(slot, shares) != share)) continue;
-      write.token(token, slot);
+      write.token(with, token, slot);
     }
+    if (write.streams) with.finish_streams();
   });
 }
 

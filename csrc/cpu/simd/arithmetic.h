@@ -71,14 +71,12 @@ inline Bits bfloat16_bits(Float x) {
   return x == x ? rounded : ((bits >> 16) | 0x40u);
 }
 
-inline void store_bfloat16(char* target, Float x) { store_low_halves(target, bfloat16_bits(x)); }
-
-// The arithmetic of float_to_fp8, lane by lane.
+// The arithmetic of float_to_fp8, lane by lane; `scaled`: the value divided by its scale.
 template <class Format>
-inline Bits fp8_bits(Float value, Float scale) {
+inline Bits fp8_bits(Float value, Float scaled) {
   constexpr int kShift = 23 - Format::kMantissaBits;
   constexpr uint32_t kRebias = static_cast<uint32_t>(127 - Format::kBias) << Format::kMantissaBits;
-  const Bits quotient = (Bits)(value / scale);
+  const Bits quotient = (Bits)scaled;
   const Int magnitude = (Int)(quotient & 0x7FFFFFFFu);
   const Int is_nan = magnitude > 0x7F800000;
   constexpr int32_t kLargest = static_cast<int32_t>(Format::kLargest);

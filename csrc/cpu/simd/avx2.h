@@ -2,6 +2,8 @@
 //
 // A body, not a header: a file of kernels includes it inside of its own namespace.
 
+#define TORCH_PAGEDKV_STREAMS
+
 inline constexpr int kLanes = 8;
 inline constexpr bool kHasBfloat16Dot = false;
 inline constexpr bool kHasBytePermute = false;
@@ -94,4 +96,8 @@ inline void store_half(char* target, Float x) {
 inline void store_low_bytes(char* target, Bits x) {
   const __m128i bytes = _mm_packus_epi16(low_halves(x), _mm_setzero_si128());
   _mm_storel_epi64(reinterpret_cast<__m128i*>(target), bytes);
+}
+
+inline void stream_bits(char* target, Bits x) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(target), (__m256i)x);
 }

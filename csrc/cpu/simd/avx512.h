@@ -2,6 +2,8 @@
 //
 // A body, not a header: a file of kernels includes it inside of its own namespace.
 
+#define TORCH_PAGEDKV_STREAMS
+
 inline constexpr int kLanes = 16;
 #ifdef TORCH_PAGEDKV_AVX512_BF16
 inline constexpr bool kHasBfloat16Dot = true;
@@ -107,6 +109,10 @@ inline void store_half(char* target, Float x) {
 
 inline void store_low_bytes(char* target, Bits x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm512_cvtepi32_epi8((__m512i)x));
+}
+
+inline void stream_bits(char* target, Bits x) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(target), (__m512i)x);
 }
 
 #ifdef TORCH_PAGEDKV_AVX512_BF16

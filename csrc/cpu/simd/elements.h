@@ -7,31 +7,6 @@
 // of a key, or the same element of two adjacent values. A step of elements may come out in another
 // order, which key_order and value_order tell.
 
-struct Float32 {
-  static constexpr int kBytes = 4;
-  static Float load_lanes(const char* source) {
-    Float vector;
-    std::memcpy(&vector, source, sizeof vector);
-    return vector;
-  }
-};
-
-struct Float16 {
-  static constexpr int kBytes = 2;
-  static Float load_lanes(const char* source) { return load_half(source); }
-};
-
-struct Bfloat16 {
-  static constexpr int kBytes = 2;
-  static Float load_lanes(const char* source) { return load_bfloat16(source); }
-};
-
-template <class Format>
-struct Fp8 {
-  static constexpr int kBytes = 1;
-  static Float load_lanes(const char* source) { return load_fp8<Format>(source); }
-};
-
 template <class Element>
 struct Float32Units {
   static constexpr int kBytes = Element::kBytes;

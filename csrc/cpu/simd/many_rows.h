@@ -60,8 +60,8 @@ inline void multiply(
     int64_t first_vector,
     int64_t last_vector) {
   int64_t v = first_vector;
-  const auto columns = [&](auto count) {
-    multiply_tile<Units, kAdds, kRows, decltype(count)::value>(
+  for (; v + kTileVectors <= last_vector; v += kTileVectors) {
+    multiply_tile<Units, kAdds, kRows, kTileVectors>(
         factors,
         factors_stride,
         vectors + v * kLanes,
@@ -70,10 +70,18 @@ inline void multiply(
         high,
         results + v * kLanes,
         results_stride);
-    v += decltype(count)::value;
-  };
-  while (v + kTileVectors <= last_vector) columns(std::integral_constant<int, kTileVectors>{});
-  while (v < last_vector) columns(std::integral_constant<int, 1>{});
+  }
+  for (; v < last_vector; ++v) {
+    multiply_tile<Units, kAdds, kRows, 1>(
+        factors,
+        factors_stride,
+        vectors + v * kLanes,
+        vectors_stride,
+        low,
+        high,
+        results + v * kLanes,
+        results_stride);
+  }
 }
 
 // Lanes of kLanes vectors become vectors of kLanes lanes.

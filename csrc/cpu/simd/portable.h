@@ -2,6 +2,10 @@
 //
 // A body, not a header: a file of kernels includes it inside of its own namespace.
 
+#ifdef __SSE2__
+#define TORCH_PAGEDKV_STREAMS
+#endif
+
 inline constexpr int kLanes = 4;
 inline constexpr bool kHasBfloat16Dot = false;
 inline constexpr bool kHasBytePermute = false;
@@ -82,3 +86,9 @@ inline void store_half(char* target, Float x) {
 inline void store_low_bytes(char* target, Bits x) {
   for (int i = 0; i < 4; ++i) target[i] = static_cast<char>(x[i]);
 }
+
+#ifdef __SSE2__
+inline void stream_bits(char* target, Bits x) {
+  _mm_stream_si128(reinterpret_cast<__m128i*>(target), (__m128i)x);
+}
+#endif
