@@ -50,7 +50,7 @@ def is_finite(x):
 def _locate(
     tile, table_row, lowest, highest, num_blocks, block_size, key_strides, value_strides,
     EDGE: tl.constexpr, BLOCK_N: tl.constexpr, GRANULE: tl.constexpr,
-    POWER_BLOCK_SIZE: tl.constexpr,
+    POWER_BLOCK_SIZE: tl.constexpr, KEY_ALIGNMENT: tl.constexpr, VALUE_ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """(where a tile's positions lie in the key pool, in the value pool, whether to load them).
 
@@ -93,8 +93,10 @@ def _locate(
         value_place = block * value_strides.block
     if EDGE:
         loaded = loaded & (position >= lowest) & (position < highest)
-    key_place += within * key_strides.token
-    value_place += within * value_strides.token
+    # Said once more, since some versions of Triton forget it of selected values; without it rows
+    # are read element by element.
+    key_place = tl.multiple_of(key_place + within * key_strides.token, KEY_ALIGNMENT)
+    value_place = tl.multiple_of(value_place + within * value_strides.token, VALUE_ALIGNMENT)
     return key_place, value_place, loaded
 
 
@@ -173,7 +175,8 @@ def _fold(
     EDGE: tl.constexpr, TRUSTED: tl.constexpr, ONE_TOKEN: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    GRANULE: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr,
+    GRANULE: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr,
+    KEY_ALIGNMENT: tl.constexpr, VALUE_ALIGNMENT: tl.constexpr, FORMAT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Fold KV tiles into the softmax state (acc, maximum, total) of a tile of rows.
@@ -191,6 +194,7 @@ def _fold(
         key_place, value_place, loaded = _locate(
             tile, table_row, visible.lowest, visible.highest, num_blocks, block_size,
             key_strides, value_strides, EDGE, BLOCK_N, GRANULE, POWER_BLOCK_SIZE,
+            KEY_ALIGNMENT, VALUE_ALIGNMENT,
         )  # fmt: skip
         scale = terms.scale
         if TRUSTED and not EDGE:
@@ -246,7 +250,8 @@ def attend(
     LONG: tl.constexpr, ONE_TOKEN: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    GRANULE: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr,
+    GRANULE: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr,
+    KEY_ALIGNMENT: tl.constexpr, VALUE_ALIGNMENT: tl.constexpr, FORMAT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return the softmax state (acc, maximum, total) of a tile of rows over its KV tiles."""
@@ -273,14 +278,16 @@ def attend(
         key_strides, value_strides, num_blocks, block_size,
         first_part, stop_part, inner_part, skipped,
         True, False, ONE_TOKEN, KEY_DIM, VALUE_DIM, EDGE_N, BLOCK_D, BLOCK_DV,
-        EDGE_GRANULE, POWER_BLOCK_SIZE, FORMAT, HAS_SOFTCAP, HAS_SLOPES, 1,
+        EDGE_GRANULE, POWER_BLOCK_SIZE, KEY_ALIGNMENT, VALUE_ALIGNMENT, FORMAT,
+        HAS_SOFTCAP, HAS_SLOPES, 1,
     )  # fmt: skip
     return _fold(
         acc, maximum, total, query, keys, values, table_row, visible, terms,
         key_strides, value_strides, num_blocks, block_size,
         inner_from, inner_to, inner_to, 0,
         False, LONG, ONE_TOKEN, KEY_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
-        GRANULE, POWER_BLOCK_SIZE, FORMAT, HAS_SOFTCAP, HAS_SLOPES, STAGES,
+        GRANULE, POWER_BLOCK_SIZE, KEY_ALIGNMENT, VALUE_ALIGNMENT, FORMAT,
+        HAS_SOFTCAP, HAS_SLOPES, STAGES,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ short tile, the others long ones; which one depends on the sequence alone, so a 
 depend on its batch. Both tiles run the same code.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -83,7 +84,8 @@ def _attention_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FORMAT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHORT_ROWS: tl.constexpr,
-    POWER_BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    POWER_BLOCK_SIZE: tl.constexpr, KEY_ALIGNMENT: tl.constexpr, VALUE_ALIGNMENT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     EDGE_N: tl.constexpr, GRANULE: tl.constexpr, LONG: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
@@ -130,7 +132,7 @@ def _attention_kernel(
         key_strides, value_strides, num_blocks, block_size,
         LONG, cu_seqlens_q is None or TOKENS == 1, KEY_DIM, VALUE_DIM,
         BLOCK_M, BLOCK_N, EDGE_N, BLOCK_D, BLOCK_DV, GRANULE, POWER_BLOCK_SIZE,
-        FORMAT, HAS_SOFTCAP, alibi_slopes is not None, STAGES,
+        KEY_ALIGNMENT, VALUE_ALIGNMENT, FORMAT, HAS_SOFTCAP, alibi_slopes is not None, STAGES,
     )  # fmt: skip
 
     if num_splits == 1:
@@ -199,6 +201,11 @@ def _merge_splits_kernel(
     tl.store(lse + head * num_tokens + place // HEADS, row_lse)
 
 
+def _alignment(cache: torch.Tensor) -> int:
+    """Return the power of two, up to 16, of elements that every row of a pool is a multiple of."""
+    return math.gcd(16, cache.stride(0), cache.stride(1))
+
+
 def launch(
     out, lse, query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, softmax_scale,
     causal, window_left, window_right, softcap, alibi_slopes, sinks, k_scale, v_scale, num_splits,
@@ -253,7 +260,7 @@ def launch(
         window_left, window_right, num_splits, least_tiles,
         kv_heads, group, tile_heads, key_dim, value_dim, block_dim(key_dim), block_dim(value_dim),
         decoded_format(key_cache.dtype, limits.converts_float8), softcap > 0.0, short.rows,
-        power if power == block_size else 0,
+        power if power == block_size else 0, _alignment(key_cache), _alignment(value_cache),
     )  # fmt: skip
     with device_of(out):
         for tile, programs in grids.items():
