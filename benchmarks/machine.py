@@ -1,0 +1,97 @@
+"""What numbers are measured against: the machine, its limits, and medians of interleaved runs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import torch_pagedkv
+
+ROOT = Path(__file__).resolve().parents[1]
+MANY_BYTES = 256 * 2**20  # past every cache
+
+
+def describe() -> str:
+    """Return the facts that an entry of docs/measured.md needs besides its numbers."""
+    model = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "csrc", "torch_pagedkv")
+    capability = torch.ops.torch_pagedkv_native.cpu_capability()
+    return (
+        f"{model}, {torch.get_num_threads()} threads, {capability} kernels; torch {torch.__version__}; "
+        f"torch_pagedkv {torch_pagedkv.__version__} at {commit}{' with changes' if changed else ''}; "
+        f"{time.strftime('%Y-%m-%d')}"
+    )
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def medians(calls: dict[str, Callable[[], object]], seconds: float = 1.0) -> dict[str, float]:
+    """Time calls in turn, round after round, and return each one's median in seconds.
+
+    What disturbs the machine then disturbs all of them, so their ratios hold where their times do not.
+    """
+    for call in calls.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    stop = time.perf_counter() + seconds * len(calls)
+    while time.perf_counter() < stop or len(next(iter(times.values()))) < 5:
+        for name, call in calls.items():
+            before = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - before)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+@functools.cache
+def _read_loop() -> Callable[[int, int, int], float]:
+    with tempfile.TemporaryDirectory() as directory:
+        library = Path(directory) / "read_loop.so"
+        source = Path(__file__).with_name("read_loop.c")
+        options = ("-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-w")
+        subprocess.run(["cc", *options, "-o", library, source], check=True)
+        loop = ctypes.CDLL(str(library)).read_loop
+    loop.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    loop.restype = ctypes.c_float
+    return loop
+
+
+@functools.cache
+def _memory() -> torch.Tensor:
+    memory = torch.zeros(MANY_BYTES // 4 + 16)
+    return memory[-memory.data_ptr() % 64 // 4 :]
+
+
+def read_everything() -> None:
+    """Read MANY_BYTES by a plain loop on torch's number of threads."""
+    _read_loop()(_memory().data_ptr(), MANY_BYTES, torch.get_num_threads())
+
+
+def multiply(dtype: torch.dtype, size: int = 2048) -> tuple[Callable[[], object], int]:
+    """Return a matrix product and its floating-point operations."""
+    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    return lambda: a @ b, 2 * size**3
+
+
+def print_row(*cells: object) -> None:
+    print("| " + " | ".join(f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells) + " |", flush=True)
+
+
+def print_header(*cells: str) -> None:
+    print_row(*cells)
+    print("|" + "---|" * len(cells), flush=True)
