@@ -195,6 +195,10 @@ def _matrix() -> list[PagedCase]:
         long.with_(name="eight_splits", kv_lens=[300, 650, 3, 0], options={"num_splits": 8}, sinks=[0.5, -1.0]),
         long.with_(name="long_chunks", query_lens=[100, 3], num_heads=6),
         long.with_(name="long_window", options={"window_size": (100, 0), "num_splits": 8}, sinks=[2.0]),
+        long.with_(name="very_long", kv_lens=[2500, 1100, 3], sinks=[0.5, -torch.inf]),
+        long.with_(
+            name="very_long_window", kv_lens=[2300, 1500], query_lens=[40, 1], options={"window_size": (1400, 0)}
+        ),
         chunk.with_(name="window_own_key", options={"window_size": (0, 0)}),
         chunk.with_(name="window", options={"window_size": (15, 0)}),
         decode.with_(name="window_decode", options={"window_size": (19, 0)}),

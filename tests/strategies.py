@@ -76,6 +76,31 @@ def paged_cases(draw, windows: bool = True) -> PagedCase:
 
 
 @st.composite
+def long_cases(draw) -> PagedCase:
+    """A sequence that is cut into chunks or splits, beside a short one."""
+    length = draw(st.integers(1000, 4200) | st.sampled_from([1023, 1024, 1025, 2048, 2049, 3072]))
+    dtype = draw(DTYPES)
+    window = draw(st.none() | st.tuples(st.sampled_from([0, 60, 1000, 1030, 3000]), st.just(0)))
+    options = {"num_splits": draw(st.sampled_from([0, 1, 2, 3, 8]))}
+    return PagedCase(
+        name="found",
+        kv_lens=[length, draw(st.integers(0, 70))],
+        query_lens=draw(
+            st.none() | st.tuples(st.sampled_from([1, 2, 9, 40, 70]), st.integers(0, 2))
+        ),
+        num_heads=draw(st.sampled_from([1, 3, 4])),
+        num_kv_heads=1,
+        head_dim=draw(st.integers(1, 20)),
+        value_head_dim=draw(st.none() | st.integers(1, 20)),
+        block_size=draw(st.sampled_from([16, 7, 64, 300])),
+        dtype=dtype,
+        pool_dtype=draw(st.sampled_from([None, E4M3])),
+        sinks=draw(st.none() | st.just([1.0, -torch.inf])),
+        options=options | ({"window_size": window} if window else {}),
+    )
+
+
+@st.composite
 def write_cases(draw) -> WriteCase:
     num_blocks, block_size = draw(st.integers(0, 5)), draw(BLOCK_SIZES)
     num_slots = num_blocks * block_size

@@ -17,7 +17,14 @@ from hypothesis import strategies as st  # noqa: E402
 
 import torch_pagedkv  # noqa: E402
 from pools import LAYOUTS, assert_same_bits, bits  # noqa: E402
-from strategies import DTYPES, HEAD_DIMS, INDEX_DTYPES, paged_cases, write_cases  # noqa: E402
+from strategies import (  # noqa: E402
+    DTYPES,
+    HEAD_DIMS,
+    INDEX_DTYPES,
+    long_cases,
+    paged_cases,
+    write_cases,
+)
 from test_copy_blocks import filled  # noqa: E402
 from test_merge_attention_states import parts  # noqa: E402
 from test_paged_attention import attend, expect, largest_value, permute_blocks, refilled  # noqa: E402
@@ -55,6 +62,38 @@ def test_attention_equals_float64_reference(case, seed, device):
     expected_out, expected_lse = expect(batch)
     assert_close_lse(lse, expected_lse)
     assert_close(out, expected_out, largest=largest_value(batch))
+
+
+@examples(60)
+@given(case=long_cases())
+def test_chunks_and_splits_equal_float64_reference(case, device):
+    batch = case.build(device)
+    out, lse = attend(batch)
+    expected_out, expected_lse = expect(batch)
+    assert_close_lse(lse, expected_lse)
+    assert_close(out, expected_out, largest=largest_value(batch))
+
+
+@examples(150)
+@given(case=paged_cases() | long_cases(), data=st.data())
+def test_a_sequence_alone_has_the_bits_that_it_has_in_its_batch(case, data, device):
+    """With num_splits 1, that is; on CPU always."""
+    splits = 1 if device == "cuda" else case.options.get("num_splits", 0)
+    batch = case.with_(options={**case.options, "num_splits": splits}).build(device)
+    if not case.kv_lens:
+        return
+    sequence = data.draw(st.integers(0, len(case.kv_lens) - 1), label="sequence")
+    query_lens = case.query_lens or [1] * len(case.kv_lens)
+    start = sum(query_lens[:sequence])
+    rows = slice(start, start + query_lens[sequence])
+    one, (args, options) = slice(sequence, sequence + 1), batch.attention
+    out, lse = attend(batch)
+    sums = None if case.query_lens is None else args[5].new_tensor([0, query_lens[sequence]])
+    alone, alone_lse = torch_pagedkv.paged_attention(
+        args[0][rows], *args[1:3], args[3][one], args[4][one], sums, **options, return_lse=True
+    )
+    assert_same_bits(alone, out[rows])
+    assert_same_bits(alone_lse, lse[:, rows].contiguous())
 
 
 @examples(400)
