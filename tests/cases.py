@@ -181,6 +181,7 @@ def _matrix() -> list[PagedCase]:
         chunk.with_(name="not_causal", options={"causal": False}),
         chunk.with_(name="empty_ranges", kv_lens=[40, 0, 33, 9, 0], query_lens=[0, 3, 33, 0, 0], padding_rows=4),
         chunk.with_(name="first_query_alone", kv_lens=[0, 0, 0, 8], query_lens=[0, 0, 0, 1], num_heads=6),
+        chunk.with_(name="repeated_prefix_sums", kv_lens=[9, 20, 0, 33], query_lens=[0, 1, 0, 1]),
         decode.with_(name="all_lengths_0", kv_lens=[0, 0, 0]),
         decode.with_(name="empty_batch", kv_lens=[]),
         chunk.with_(name="no_tokens", kv_lens=[5, 9], query_lens=[0, 0]),

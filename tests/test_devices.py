@@ -106,6 +106,51 @@ def test_a_captured_graph_serves_every_length(query_lens):
 
 
 @needs_cuda
+@pytest.mark.parametrize("query_lens", [None, [9, 1]], ids=["decode", "chunks"])
+def test_a_captured_graph_sees_other_scales(query_lens):
+    case = PagedCase(
+        name="scales", kv_lens=[700, 40], query_lens=query_lens, dtype=BF16, pool_dtype=E4M3, scales="per_head"
+    )
+    batch = case.build("cuda")
+    write, scales, buffers = WRITE[0].with_(dtype=BF16, pool_dtype=E4M3, scales="one").build("cuda")
+
+    def step():
+        torch_pagedkv.reshape_and_cache(*write, **scales)
+        return attend(batch)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for scale in (*scales.values(), batch.options["k_scale"], batch.options["v_scale"]):
+        scale.mul_(1.7)
+    graph.replay()
+    replayed = [t.clone() for t in (*captured, *buffers)]
+    for actual, wanted in zip(replayed, (*step(), *buffers), strict=True):
+        assert_same_bits(actual, wanted)
+
+
+@needs_cuda
+def test_the_first_call_may_be_captured():
+    """In a fresh process, kernels are compiled and loaded while the stream is capturing."""
+    program = """
+        import torch, torch_pagedkv
+        pools = torch.zeros(2, 4, 16, 2, 64, device="cuda").unbind(0)
+        key, query = torch.ones(1, 2, 64, device="cuda"), torch.ones(1, 4, 64, device="cuda")
+        slots, table = torch.tensor([32], device="cuda"), torch.tensor([[2]], device="cuda")
+        length = torch.tensor([1], device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch_pagedkv.reshape_and_cache(key, key, *pools, slots)
+            out = torch_pagedkv.paged_attention(query, *pools, table, length)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (out == 1).all()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=300)
+
+
+@needs_cuda
 def test_no_call_waits_for_the_device():
     batch = PagedCase(name="sync", kv_lens=[700, 40], query_lens=[30, 1]).build("cuda")
     (write, scales, _), state = WRITE[0].build("cuda"), attend(batch)

@@ -130,9 +130,14 @@ table_last_stride: ValueError: paged_attention: block_table must have stride 1 i
 lengths_rank: ValueError: paged_attention: seqused_k must have shape [num_sequences], got [2, 1]
 lengths_size: ValueError: paged_attention: seqused_k must have block_table's num_sequences = 2 in dimension 0, got shape [1]
 lengths_float: TypeError: paged_attention: seqused_k must have dtype int32 or int64, got float32
+lengths_int16: TypeError: paged_attention: seqused_k must have dtype int32 or int64, got int16
+lengths_0_dim: ValueError: paged_attention: seqused_k must have shape [num_sequences], got []
 lengths_device: ValueError: paged_attention: seqused_k must be on cpu like key_cache, got meta
 sums_size: ValueError: paged_attention: cu_seqlens_q must have num_sequences + 1 = 3 in dimension 0, got shape [2]
 sums_float: TypeError: paged_attention: cu_seqlens_q must have dtype int32 or int64, got float32
+sums_int16: TypeError: paged_attention: cu_seqlens_q must have dtype int32 or int64, got int16
+sums_0_dim: ValueError: paged_attention: cu_seqlens_q must have shape [num_sequences + 1], got []
+table_0_dim: ValueError: paged_attention: block_table must have shape [num_sequences, max_blocks], got []
 sums_missing: ValueError: paged_attention: query must have one token for each of the 2 sequences where cu_seqlens_q is None, got 3
 scale_nan: ValueError: paged_attention: softmax_scale must be finite in float32, got nan
 window_below: ValueError: paged_attention: window_size must be a pair (left, right) of integers >= -1, got (-2, 0)
@@ -169,6 +174,9 @@ table_past_pool: ValueError: gather_kv: block_table must be in [0, num_blocks = 
 table_negative: ValueError: gather_kv: block_table must be in [0, num_blocks = 4) where it is used, got -1 at [1, 0]
 sizes: ValueError: copy_blocks: dst_blocks must have src_blocks' num_copies = 1 in dimension 0, got shape [2]
 float: TypeError: copy_blocks: src_blocks must have dtype int32 or int64, got float32
+int16: TypeError: copy_blocks: dst_blocks must have dtype int32 or int64, got int16
+0_dim: ValueError: copy_blocks: src_blocks must have shape [num_copies], got []
+device: ValueError: copy_blocks: dst_blocks must be on cpu like key_cache, got meta
 rank: ValueError: copy_blocks: src_blocks must have shape [num_copies], got [1, 1]
 pool_requires_grad: ValueError: copy_blocks: value_cache must not require grad (it is written in place, for inference), got requires_grad=True
 both_sides: ValueError: copy_blocks: dst_blocks must name each block once and none of src_blocks, got 0 at index 0, which is in src_blocks
