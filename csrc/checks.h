@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -56,6 +57,7 @@ inline void check_shape(
     const char* argument,
     const Tensor& tensor,
     std::initializer_list<int64_t> shape) {
+  if (!tensor.defined()) refuse(op, argument, "None", "be a tensor");
   if (!tensor.is_cpu()) refuse(op, argument, "another device", "be on cpu");
   bool matches = tensor.dim() == static_cast<int64_t>(shape.size());
   std::string expected;
@@ -121,6 +123,24 @@ inline void check_index(
   }
 }
 
+inline constexpr int64_t kMostHeadDim = 512;
+
+inline void check_head_dim(const char* op, const char* argument, const Tensor& cache) {
+  if (cache.size(3) < 1 || cache.size(3) > kMostHeadDim) {
+    const std::string actual = std::to_string(cache.size(3));
+    refuse(op, argument, actual, "have a head_dim in [1, ", kMostHeadDim, "]");
+  }
+}
+
+// A pool that is written must not overlap itself.
+inline void check_not_expanded(const char* op, const char* argument, const Tensor& cache) {
+  for (int64_t dim = 0; dim < cache.dim(); ++dim) {
+    if (cache.stride(dim) == 0 && cache.size(dim) > 1) {
+      refuse(op, argument, "stride 0", "not be an expanded view");
+    }
+  }
+}
+
 inline void check_pools(const char* op, const Tensor& key_cache, const Tensor& value_cache) {
   check_rows(op, "key_cache", key_cache, {kAnySize, kAnySize, kAnySize, kAnySize});
   check_rows(
@@ -139,6 +159,26 @@ inline void check_pools(const char* op, const Tensor& key_cache, const Tensor& v
         "be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2");
   }
   check_dtype(op, "value_cache", value_cache, dtype);
+  check_head_dim(op, "key_cache", key_cache);
+  check_head_dim(op, "value_cache", value_cache);
+}
+
+inline void check_no_scale(
+    const char* op, const char* argument, const std::optional<Tensor>& scale) {
+  if (scale) refuse(op, argument, "a tensor", "be None where nothing is converted");
+}
+
+// Positions that a table reaches are counted in 64 bits.
+inline void check_table(const char* op, const Tensor& block_table, int64_t block_size) {
+  check_index(op, "block_table", block_table, {kAnySize, kAnySize});
+  if (block_table.size(1) > 1 && block_table.stride(1) != 1) {
+    const std::string actual = std::to_string(block_table.stride(1));
+    refuse(op, "block_table", actual, "have stride 1 in its last dimension");
+  }
+  if (block_table.size(1) > std::numeric_limits<int64_t>::max() / block_size) {
+    const std::string actual = std::to_string(block_table.size(1)) + " blocks";
+    refuse(op, "block_table", actual, "reach less than 2**63 positions");
+  }
 }
 
 // A float32 for each head: one element for all of them, one for each, or a default for none given.
@@ -155,7 +195,7 @@ class HeadValues {
     if (!values->is_cpu()) refuse(op, argument, "another device", "be on cpu");
     check_dtype(op, argument, *values, ScalarType::Float);
     const bool is_one = values->numel() == 1;
-    if (!is_one && !(values->dim() == 1 && values->size(0) == heads)) {
+    if (values->dim() > 1 || (!is_one && values->numel() != heads)) {
       refuse(op, argument, shape_text(*values), "have 1 or ", heads, " elements");
     }
     data_ = static_cast<const float*>(values->data_ptr());

@@ -215,9 +215,11 @@ inline int64_t scratch_bytes(const Attention& attention, int64_t few_rows, int64
   const int64_t few = few_rows * (floats(key_dim) + floats(value_dim) + states) +
                       (kFewRows + 16) * floats(kTile);
   const int64_t many = (many_rows + 16) * (floats(key_dim) + floats(value_dim) + states) +
-                       (many_rows + 16) * 2 * floats(kTile);
-  const int64_t tile = 2 * kTile * (floats(key_dim) + 2 * floats(value_dim)) + 16 * kTile * 8;
-  return std::max(few_rows ? few : 0, many_rows ? many : 0) + tile + 64 * 64;
+                       (many_rows + 16) * 2 * floats(kTile) +
+                       kTile * (floats(key_dim) + 2 * floats(value_dim));
+  // Padded copies of a tile's rows, and the addresses of rows.
+  const int64_t rows = kTile * (floats(key_dim) + floats(value_dim)) + 16 * kTile * 8;
+  return std::max(few_rows ? few : 0, many_rows ? many : 0) + rows + 64 * 64;
 }
 
 }  // namespace torch_pagedkv

@@ -177,7 +177,7 @@ class AttentionPlan {
 class AttentionMemory {
  public:
   explicit AttentionMemory(const Attention& attention, const AttentionPlan& plan)
-      : bytes_(scratch_bytes(attention, plan.few_rows(), plan.many_rows())),
+      : bytes_((scratch_bytes(attention, plan.few_rows(), plan.many_rows()) + 63) / 64 * 64),
         scratch_(new char[plan.items() ? bytes_ * plan.threads() + 64 : 64]),
         partials_(new float[plan.partial_floats()]),
         done_(new std::atomic<int64_t>[plan.partial_floats() ? plan.groups() : 0]()) {}

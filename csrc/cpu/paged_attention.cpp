@@ -121,8 +121,10 @@ void paged_attention(
   }
   if (!is_fp8(key_cache.scalar_type())) {
     check_dtype(kOp, "query", query, key_cache.scalar_type());
+    check_no_scale(kOp, "k_scale", k_scale);
+    check_no_scale(kOp, "v_scale", v_scale);
   }
-  check_index(kOp, "block_table", block_table, {kAnySize, kAnySize});
+  check_table(kOp, block_table, key_cache.size(1));
   const int64_t num_sequences = block_table.size(0);
   check_index(kOp, "seqused_k", seqused_k, {num_sequences});
   if (cu_seqlens_q) {

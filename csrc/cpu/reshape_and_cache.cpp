@@ -92,6 +92,13 @@ void reshape_and_cache(
   check_pools(kOp, key_cache, value_cache);
   check_source("key", key, key_cache, kAnySize);
   check_source("value", value, value_cache, key.size(0));
+  check_dtype(kOp, "value", value, key.scalar_type());
+  check_not_expanded(kOp, "key_cache", key_cache);
+  check_not_expanded(kOp, "value_cache", value_cache);
+  if (key.scalar_type() == key_cache.scalar_type()) {
+    check_no_scale(kOp, "k_scale", k_scale);
+    check_no_scale(kOp, "v_scale", v_scale);
+  }
   check_index(kOp, "slot_mapping", slot_mapping, {kAnySize});
   const IndexVector slots(slot_mapping);
   if (slots.size() > key.size(0)) {
