@@ -221,8 +221,13 @@ def _check(query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, 
     check_scales(_NAME, key_cache, is_fp8, options.k_scale, options.v_scale)
 
 
-def _checked(run: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
-    """Put the schema's defaults and the checks before ``run(query, batch, options)``."""
+def _checked(
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]], *, refuses: bool = False
+) -> Callable[..., Any]:
+    """Put the schema's defaults and the checks before ``run(query, batch, options)``.
+
+    Where it ``refuses`` by itself what the checks refuse, they are only asked for the words.
+    """
 
     def kernel(
         query,
@@ -249,8 +254,15 @@ def _checked(run: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[
         tensors = (alibi_slopes, sinks, k_scale, v_scale)
         options = _Options(scale, causal, left, right, softcap, *tensors, num_splits)
         batch = (key_cache, value_cache, block_table, seqused_k, cu_seqlens_q)
+        if not refuses:
+            _check(query, *batch, options)
+            return run(query, batch, options)
+        try:
+            return run(query, batch, options)
+        except Exception as error:
+            refusal = error
         _check(query, *batch, options)
-        return run(query, batch, options)
+        raise refusal
 
     return kernel
 
@@ -264,14 +276,17 @@ def _outputs(query, batch, options) -> tuple[torch.Tensor, torch.Tensor]:
 def _cpu(query, batch, options):
     kernel = native_kernel(_NAME)
     if kernel is None:
+        _check(query, *batch, options)
         named = options._asdict()
         window_size = (named.pop("window_left"), named.pop("window_right"))
         return reference.paged_attention(query, *batch, window_size=window_size, **named)
-    out, lse = _outputs(query, batch, options)
+    check_options(_NAME, options.softmax_scale, options.softcap, options.num_splits)
     for name in ("alibi_slopes", "sinks"):
         per_head = getattr(options, name)
         if per_head is not None:
+            check_per_head(_NAME, name, per_head, query)
             options = options._replace(**{name: per_head.float().contiguous()})
+    out, lse = _outputs(query, batch, options)
     kernel(out, lse, query, *batch, *options)
     return out, lse
 
@@ -291,7 +306,7 @@ _OP = register_op(
     "Tensor seqused_k, Tensor? cu_seqlens_q=None, *, float? softmax_scale=None, bool causal=True, "
     "int[] window_size=[-1, -1], float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
     "Tensor? k_scale=None, Tensor? v_scale=None, int num_splits=0) -> (Tensor, Tensor)",
-    cpu=_checked(_cpu),
+    cpu=_checked(_cpu, refuses=True),
     cuda=_checked(_cuda),
     fake=_checked(_outputs),
 )
