@@ -117,13 +117,20 @@ def _check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale) -
 
 
 def _cpu(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_scale=None) -> None:
-    _check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     arguments = (key, value, key_cache, value_cache, slot_mapping)
     kernel = native_kernel(_NAME)
     if kernel is None:
-        reference.reshape_and_cache(*arguments, k_scale=k_scale, v_scale=v_scale)
-    else:
-        kernel(*arguments, k_scale, v_scale)
+        _check(*arguments, k_scale, v_scale)
+        return reference.reshape_and_cache(*arguments, k_scale=k_scale, v_scale=v_scale)
+    if any(pool is None or pool.requires_grad for pool in (key_cache, value_cache)):
+        _check(*arguments, k_scale, v_scale)  # what a kernel cannot see
+    # The kernel refuses all else that _check refuses, in a fraction of its time; _check has the words.
+    try:
+        return kernel(*arguments, k_scale, v_scale)
+    except Exception as error:
+        refusal = error
+    _check(*arguments, k_scale, v_scale)
+    raise refusal
 
 
 def _cuda(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_scale=None) -> None:
