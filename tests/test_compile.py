@@ -236,6 +236,35 @@ def test_no_copy_of_a_pool(form, owner, device):
     assert pool_sized_buffers(codes[0], smallest_pool) == []
 
 
+@pytest.mark.parametrize("dynamic", [None, True], ids=["default", "dynamic"])
+@pytest.mark.parametrize("form", ["one_pool_for_all_layers", "unbind", "unbind_blocks", "split", "halves"])
+@torch.no_grad()
+def test_views_of_pools_of_any_size(form, dynamic, device):
+    """Views taken inside the function start where they should, also when the pool's size is symbolic."""
+    make, view = {
+        "one_pool_for_all_layers": (lambda n: (3, 2, n, BLOCK, KV_HEADS, DIM), lambda pool: (pool[1, 0], pool[1, 1])),
+        "unbind": (lambda n: (2, n, BLOCK, KV_HEADS, DIM), lambda pool: pool.unbind(0)),
+        "unbind_blocks": (lambda n: (n, 2, BLOCK, KV_HEADS, DIM), lambda pool: pool.unbind(1)),
+        "split": (lambda n: (n, BLOCK, KV_HEADS, 2 * DIM), lambda pool: pool.split(DIM, dim=-1)),
+        "halves": (lambda n: (2 * n, BLOCK, KV_HEADS, DIM), lambda pool: pool.chunk(2)),
+    }[form]
+
+    def step(pool, query, key, batch, source):
+        pools = view(pool)
+        torch_pagedkv.reshape_and_cache(key, key * 2, *pools, batch.slot_mapping)
+        torch_pagedkv.copy_blocks(*pools, source, source + 1)
+        return torch_pagedkv.paged_attention(query, *pools, batch.block_table, batch.seqused_k)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
+    batch = PagedBatch.from_sequences([[3], [2]], [4, 9], block_size=BLOCK, device=device)
+    query, key = torch.randn(2, HEADS, DIM, device=device), torch.randn(2, KV_HEADS, DIM, device=device)
+    for num_blocks in (8, 12, 17):
+        pools = [torch.zeros(make(num_blocks), device=device) for _ in range(2)]
+        args = (query, key, batch, torch.tensor([3], device=device))
+        assert_same_bits(compiled(pools[0], *args), step(pools[1], *args))
+        assert_same_bits(pools[0], pools[1])
+
+
 @torch.no_grad()
 def test_scales_changed_in_place_are_seen(device):
     case = PagedCase(name="scales", kv_lens=[40, 7], dtype=BF16, pool_dtype=E4M3, scales="one")

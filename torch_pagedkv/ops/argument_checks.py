@@ -126,6 +126,20 @@ def check_pools(op: str, key_cache: torch.Tensor, value_cache: torch.Tensor, *, 
             _check_writable(op, name, cache)
 
 
+def fix_storage_offsets(*caches: torch.Tensor) -> None:
+    """Make the compiler treat where a written pool starts in its storage as a constant.
+
+    Inductor has no lowering of a symbolic storage offset and takes 0 for it (pytorch issue 198068): a
+    write through a view that was taken inside the function would go to the start of the storage. An
+    offset is made of sizes and strides, so these become constants of the graph: a pool of another
+    size compiles anew, where the offset is not a constant by itself.
+    """
+    for cache in caches:
+        if not isinstance(cache.storage_offset(), int):
+            for number in (*cache.shape, *cache.stride(), cache.storage_offset()):
+                int(number)
+
+
 def _check_writable(op: str, name: str, cache: torch.Tensor) -> None:
     if cache.requires_grad:
         raise ValueError(

@@ -6,7 +6,13 @@ import torch
 
 from torch_pagedkv import reference
 from torch_pagedkv.ops import value_checking
-from torch_pagedkv.ops.argument_checks import check_index, check_pools, check_size, check_tensors
+from torch_pagedkv.ops.argument_checks import (
+    check_index,
+    check_pools,
+    check_size,
+    check_tensors,
+    fix_storage_offsets,
+)
 from torch_pagedkv.ops.kernel_choice import native_kernel, triton_launcher
 from torch_pagedkv.ops.registration import register_op
 
@@ -81,10 +87,15 @@ def _cuda(key_cache, value_cache, src_blocks, dst_blocks) -> None:
     triton_launcher(_NAME)(key_cache, value_cache, src_blocks, dst_blocks)
 
 
+def _fake(key_cache, value_cache, src_blocks, dst_blocks) -> None:
+    _check(key_cache, value_cache, src_blocks, dst_blocks)
+    fix_storage_offsets(key_cache, value_cache)
+
+
 _OP = register_op(
     "copy_blocks(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor src_blocks, Tensor dst_blocks) -> ()",
     cpu=_cpu,
     cuda=_cuda,
-    fake=_check,
+    fake=_fake,
     mutates=(0, 1),
 )

@@ -18,6 +18,7 @@ from torch_pagedkv.ops.argument_checks import (
     check_size,
     check_tensors,
     exceeds,
+    fix_storage_offsets,
 )
 from torch_pagedkv.ops.kernel_choice import native_kernel, triton_launcher
 from torch_pagedkv.ops.registration import register_op
@@ -143,6 +144,7 @@ def _cuda(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_s
 
 def _fake(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_scale=None) -> None:
     _check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    fix_storage_offsets(key_cache, value_cache)
 
 
 _OP = register_op(
