@@ -219,7 +219,17 @@ ERRORS = [
     ),
     *_each(
         READ,
-        {"window_number": lambda c: {"window_size": 4}, "window_float": lambda c: {"window_size": (1.5, 0)}},
+        {
+            "window_number": lambda c: {"window_size": 4},
+            "window_float": lambda c: {"window_size": (1.5, 0)},
+            "window_past_int64": lambda c: {"window_size": (2**70, 0)},
+            "softcap_text": lambda c: {"softcap": "x"},
+            "scale_tensor": lambda c: {"softmax_scale": torch.ones(())},
+            "causal_none": lambda c: {"causal": None},
+            "causal_number": lambda c: {"causal": 0},
+            "splits_float": lambda c: {"num_splits": 1.5},
+            "splits_past_int64": lambda c: {"num_splits": 2**70},
+        },
         public_only=True,
     ),
     *_each(
@@ -275,6 +285,15 @@ ERRORS = [
             "lse_device": lambda c: {"lse_b": c["lse_b"].to("meta")},
         },
     ),
+    *_each(
+        "compute_slot_mapping",
+        {
+            "block_size_float": lambda c: {"block_size": 1.5},
+            "tokens_none": lambda c: {"num_tokens": None},
+        },
+        public_only=True,
+    ),
+    *_each("gather_kv", {"dtype_text": lambda c: {"dtype": "float32"}}, public_only=True),
     *_each(
         "compute_slot_mapping",
         {

@@ -163,6 +163,13 @@ table_past_pool: ValueError: paged_attention: block_table must be in [0, num_blo
 table_negative: ValueError: paged_attention: block_table must be in [0, num_blocks = 4) where it is used, got -7 at [1, 0]
 window_number: ValueError: paged_attention: window_size must be a pair (left, right) of integers >= -1, got 4
 window_float: ValueError: paged_attention: window_size must be a pair (left, right) of integers >= -1, got (1.5, 0)
+window_past_int64: ValueError: paged_attention: window_size must be a pair (left, right) of integers >= -1, got (1180591620717411303424, 0)
+softcap_text: TypeError: paged_attention: softcap must be a number, got str
+scale_tensor: TypeError: paged_attention: softmax_scale must be a number, got Tensor
+causal_none: TypeError: paged_attention: causal must be a bool, got NoneType
+causal_number: TypeError: paged_attention: causal must be a bool, got int
+splits_float: TypeError: paged_attention: num_splits must be an integer, got float
+splits_past_int64: ValueError: paged_attention: num_splits must fit into int64, got 1180591620717411303424
 table_rank: ValueError: gather_kv: block_table must have shape [num_sequences, max_blocks], got [2]
 lengths_size: ValueError: gather_kv: seqused_k must have block_table's num_sequences = 2 in dimension 0, got shape [1]
 dtype: TypeError: gather_kv: dtype must be float32 or bfloat16 or float16, got int32
@@ -189,6 +196,9 @@ out_dtype: TypeError: merge_attention_states: out_a must have dtype float32 or b
 lse_dtype: TypeError: merge_attention_states: lse_a must have dtype float32, got float16
 lse_transposed: ValueError: merge_attention_states: lse_b must have out_a's num_heads = 2 in dimension 0, got shape [3, 2]
 lse_device: ValueError: merge_attention_states: lse_b must be on cpu like out_a, got meta
+block_size_float: TypeError: compute_slot_mapping: block_size must be an integer, got float
+tokens_none: TypeError: compute_slot_mapping: num_tokens must be an integer, got NoneType
+dtype_text: TypeError: gather_kv: dtype must be a torch.dtype or None, got str
 table_float: TypeError: compute_slot_mapping: block_table must have dtype int32 or int64, got float32
 block_size_0: ValueError: compute_slot_mapping: block_size must be >= 1, got 0
 block_size_past_int64: ValueError: compute_slot_mapping: block_table must reach less than 2**63 positions, got max_blocks = 2 of block_size = 4611686018427387904

@@ -126,6 +126,17 @@ def test_layout_changes_no_bit(case, layout, device):
         assert_same_bits(actual, wanted)
 
 
+@pytest.mark.parametrize("case", MIXED, ids=str)
+def test_query_strides_change_no_bit(case, device):
+    batch = case.build(device)  # a slice of a wider projection
+    expected = attend(batch)
+    assert not batch.query.is_contiguous()
+    for query in (batch.query.contiguous(), batch.query.transpose(0, 1).contiguous().transpose(0, 1)):
+        batch.query = query
+        for actual, wanted in zip(attend(batch), expected):
+            assert_same_bits(actual, wanted)
+
+
 @pytest.mark.parametrize("num_splits", [0, 1, 2, 8])
 @pytest.mark.parametrize("options", [{}, {"window_size": (9, 0)}, {"softcap": 1.0}], ids=["plain", "window", "softcap"])
 @pytest.mark.parametrize("value", [1e3, float("nan"), float("inf")])

@@ -168,8 +168,12 @@ class PagedAttention(nn.Module):
                 table entry or length out of range. The ops' sentences name the op.
 
         Not checked:
+            The two ops check one after the other: where the read is what refuses, because a length
+            or a table entry is out of range, the new tokens are written already.
             On CUDA the values of the batch's tensors; they can never lead outside of the pools.
         """
+        if not isinstance(batch, PagedBatch):
+            raise TypeError(f"{_OWNER}: batch must be a PagedBatch, got {type(batch).__name__}")
         key_cache, value_cache = self._check_pools(kv_cache)
         is_flat = query.dim() == 2
         query = _split_heads("query", query, self.num_heads, self.head_dim)

@@ -53,6 +53,21 @@ def check_optional_tensors(op: str, **arguments: Any) -> None:
             raise TypeError(f"{op}: {name} must be a tensor or None, got {type(value).__name__}")
 
 
+def check_integers(op: str, **arguments: Any) -> None:
+    """Refuse what is no integer at the public function's door; the compiler's symbolic ones pass."""
+    for name, value in arguments.items():
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+            raise TypeError(f"{op}: {name} must be an integer, got {type(value).__name__}")
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{op}: {name} must fit into int64, got {value}")
+
+
+def check_numbers(op: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+
+
 def check_dtype(op: str, name: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
     if tensor is None:  # torch.ops lets None through as an undefined tensor
         check_tensors(op, **{name: tensor})

@@ -8,6 +8,7 @@ from torch_pagedkv import reference
 from torch_pagedkv.ops import value_checking
 from torch_pagedkv.ops.argument_checks import (
     check_batch,
+    check_integers,
     check_optional_tensors,
     check_tensors,
     differ,
@@ -67,6 +68,7 @@ def compute_slot_mapping(
     """
     check_tensors(_NAME, block_table=block_table, seqused_k=seqused_k)
     check_optional_tensors(_NAME, cu_seqlens_q=cu_seqlens_q)
+    check_integers(_NAME, block_size=block_size, num_tokens=num_tokens)
     return _OP(block_table, seqused_k, cu_seqlens_q, block_size, num_tokens)
 
 

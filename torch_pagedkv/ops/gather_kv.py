@@ -85,6 +85,8 @@ def gather_kv(
         seqused_k=seqused_k,
     )
     check_optional_tensors(_NAME, k_scale=k_scale, v_scale=v_scale)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{_NAME}: dtype must be a torch.dtype or None, got {type(dtype).__name__}")
     return _OP(
         key_cache, value_cache, block_table, seqused_k, k_scale=k_scale, v_scale=v_scale, dtype=dtype
     )

@@ -16,6 +16,8 @@ from torch_pagedkv.ops.argument_checks import (
     check_batch,
     check_dtype,
     check_finite,
+    check_integers,
+    check_numbers,
     check_optional_tensors,
     check_per_head,
     check_pools,
@@ -136,6 +138,13 @@ def paged_attention(
         v_scale=v_scale,
     )
     check_window(_NAME, window_size)
+    softcap = 0.0 if softcap is None else softcap
+    check_numbers(_NAME, softcap=softcap)
+    if softmax_scale is not None:
+        check_numbers(_NAME, softmax_scale=softmax_scale)
+    check_integers(_NAME, num_splits=num_splits)
+    if not isinstance(causal, bool):  # None would silently mean False
+        raise TypeError(f"{_NAME}: causal must be a bool, got {type(causal).__name__}")
     out, lse = _OP(
         query,
         key_cache,
@@ -146,7 +155,7 @@ def paged_attention(
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
-        softcap=0.0 if softcap is None else softcap,
+        softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         k_scale=k_scale,
@@ -161,7 +170,7 @@ def check_window(op: str, window_size: tuple[int, int]) -> None:
     if isinstance(window_size, list):  # as the dispatcher hands it on
         window_size = tuple(window_size)
     is_pair = isinstance(window_size, tuple) and len(window_size) == 2
-    if not is_pair or not all(isinstance(side, int) and side >= -1 for side in window_size):
+    if not is_pair or not all(isinstance(side, int) and -1 <= side < 2**63 for side in window_size):
         raise ValueError(
             f"{op}: window_size must be a pair (left, right) of integers >= -1, got {window_size!r}"
         )

@@ -71,7 +71,8 @@ def paged_attention(
         keys = dequantise(take_blocks(key_cache, blocks).flatten(0, 1)[rows], k_scale, compute)
         values = dequantise(take_blocks(value_cache, blocks).flatten(0, 1)[rows], v_scale, compute)
 
-        grouped_query = query[token].to(compute).view(num_kv_heads, num_heads // num_kv_heads, head_dim)
+        # Contiguous, because a product's rounding may follow its operands' strides.
+        grouped_query = query[token].to(compute).contiguous().unflatten(0, (num_kv_heads, -1))
         scores = torch.einsum("hgd,nhd->hgn", grouped_query, keys).flatten(0, 1) * scale
         largest = torch.finfo(compute).max
         scores = scores.clamp(-largest, largest)  # an overflowed score is still a score
