@@ -10,19 +10,28 @@ keys and values that need no paging. Results are compared before anything is tim
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from machine import MANY_BYTES, describe, medians, multiply, print_header, print_row, read_everything
+from machine import (
+    MANY_BYTES,
+    describe,
+    multiply,
+    parse,
+    print_header,
+    print_row,
+    read_everything,
+    times_of,
+)
 
 import torch_pagedkv
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK_SIZE = 16
+Timer = Callable[[dict[str, Callable[[], object]]], dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +94,16 @@ class Case:
     def _gathered(self) -> list[torch.Tensor]:
         table = self.block_table.long()
         pools = (self.key_cache, self.value_cache)
-        return [p[table].to(self.dtype).flatten(1, 2)[:, : self.shape.length].transpose(1, 2) for p in pools]
+        return [
+            p[table].to(self.dtype).flatten(1, 2)[:, : self.shape.length].transpose(1, 2)
+            for p in pools
+        ]
 
     def _attend(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         shape = self.shape
-        query = self.query.view(shape.sequences, shape.query_length, shape.num_heads, -1).transpose(1, 2)
+        query = self.query.view(shape.sequences, shape.query_length, shape.num_heads, -1).transpose(
+            1, 2
+        )
         causal = shape.query_length > 1
         out = F.scaled_dot_product_attention(query, keys, values, is_causal=causal, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
@@ -107,36 +121,62 @@ def check(case: Case) -> None:
     assert error < (1e-5 if case.dtype == FP32 else 2e-2), f"{case.shape.name}: error {error:.2g}"
 
 
-def bench_decode(seconds: float) -> None:
-    print_header("decode", "dtype", "ours, ms", "GB/s", "of the read loop", "gather, times ours", "dense, times ours")
+def bench_decode(timer: Timer) -> None:
+    print_header(
+        "decode",
+        "dtype",
+        "ours, ms",
+        "GB/s",
+        "of the read loop",
+        "gather, times ours",
+        "dense, times ours",
+    )
     for shape in DECODE:
         for dtype, pool in ((FP32, FP32), (BF16, BF16), (FP16, FP16), (BF16, E4M3), (BF16, E5M2)):
             case = Case(shape, dtype, pool)
             check(case)
-            calls = {"ours": case.ours, "gather": case.gather, "dense": case.dense(), "limit": read_everything}
-            taken = medians(calls, seconds)
+            calls = {
+                "ours": case.ours,
+                "gather": case.gather,
+                "dense": case.dense(),
+                "limit": read_everything,
+            }
+            taken = timer(calls)
             rate, limit = case.bytes / taken["ours"], MANY_BYTES / taken["limit"]
             times = [taken[peer] / taken["ours"] for peer in ("gather", "dense")]
             name = str(pool).removeprefix("torch.")
             print_row(shape.name, name, taken["ours"] * 1e3, rate / 1e9, rate / limit, *times)
 
 
-def bench_prefill(seconds: float) -> None:
-    print_header("prefill", "dtype", "ours, ms", "GFLOP/s", "of a matmul", "gather, times ours", "dense, times ours")
+def bench_prefill(timer: Timer) -> None:
+    print_header(
+        "prefill",
+        "dtype",
+        "ours, ms",
+        "GFLOP/s",
+        "of a matmul",
+        "gather, times ours",
+        "dense, times ours",
+    )
     for shape in PREFILL:
         for dtype in (FP32, BF16, FP16):
             case = Case(shape, dtype, dtype)
             check(case)
             product, operations = multiply(dtype)
-            calls = {"ours": case.ours, "gather": case.gather, "dense": case.dense(), "limit": product}
-            taken = medians(calls, seconds)
+            calls = {
+                "ours": case.ours,
+                "gather": case.gather,
+                "dense": case.dense(),
+                "limit": product,
+            }
+            taken = timer(calls)
             rate, limit = case.operations / taken["ours"], operations / taken["limit"]
             times = [taken[peer] / taken["ours"] for peer in ("gather", "dense")]
             name = str(dtype).removeprefix("torch.")
             print_row(shape.name, name, taken["ours"] * 1e3, rate / 1e9, rate / limit, *times)
 
 
-def plot(path: str, seconds: float) -> None:
+def plot(path: str, timer: Timer) -> None:
     """Draw the time of one decode step against the context, with the time that reading takes."""
     import matplotlib
 
@@ -150,8 +190,13 @@ def plot(path: str, seconds: float) -> None:
         for length in lengths:
             case = Case(Shape(f"8 x {length}", 8, length), dtype, dtype)
             check(case)
-            calls = {"ours": case.ours, "gather": case.gather, "dense": case.dense(), "limit": read_everything}
-            taken = medians(calls, seconds)
+            calls = {
+                "ours": case.ours,
+                "gather": case.gather,
+                "dense": case.dense(),
+                "limit": read_everything,
+            }
+            taken = timer(calls)
             for name in ("gather", "dense", "ours"):
                 lines[name].append(taken[name] * 1e3)
             lines["reading alone"].append(case.bytes / MANY_BYTES * taken["limit"] * 1e3)
@@ -160,29 +205,35 @@ def plot(path: str, seconds: float) -> None:
         axis.set(title=str(dtype).removeprefix("torch."), xlabel="tokens of each of 8 sequences")
         axis.legend()
     axes[0].set_ylabel("one decode step, ms")
-    figure.suptitle(f"32 heads on 8 KV heads of 128, {torch.get_num_threads()} threads", fontsize=10)
+    figure.suptitle(
+        f"32 heads on 8 KV heads of 128, {torch.get_num_threads()} threads", fontsize=10
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
-    parser.add_argument("--only", default="decode,prefill")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each call of each row")
-    parser.add_argument("--plot", help="draw the decode steps into this file instead")
-    arguments = parser.parse_args()
+    arguments = parse(
+        __doc__,
+        seconds=1.0,
+        only={"default": "decode,prefill"},
+        plot={"help": "draw the decode steps into this file instead"},
+    )
     torch.manual_seed(0)
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         print(f"\n{describe()}\n")
+
+        def timer(calls):
+            return times_of(calls, arguments.seconds, disturbed=arguments.disturbed)
+
         if arguments.plot:
-            return plot(arguments.plot, arguments.seconds)
+            return plot(arguments.plot, timer)
         if "decode" in arguments.only:
-            bench_decode(arguments.seconds)
+            bench_decode(timer)
             print()
         if "prefill" in arguments.only:
-            bench_prefill(arguments.seconds)
+            bench_prefill(timer)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ block; "tokens" are slots in random order. "native" is the C++ kernel without th
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
 import torch
-from machine import describe, medians, print_header, print_row
+from machine import describe, parse, print_header, print_row, times_of
 
 import torch_pagedkv
 
@@ -20,7 +19,9 @@ FP32, BF16, E4M3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 
 
-def calls_of(tokens: int, order: str, dtype: torch.dtype, pool: torch.dtype) -> dict[str, Callable[[], object]]:
+def calls_of(
+    tokens: int, order: str, dtype: torch.dtype, pool: torch.dtype
+) -> dict[str, Callable[[], object]]:
     num_blocks = max(64, 2 * tokens // BLOCK_SIZE)
     caches = [torch.zeros(num_blocks, BLOCK_SIZE, HEADS, HEAD_DIM).to(pool) for _ in range(2)]
     packed = torch.randn(tokens, 48, HEAD_DIM).to(dtype)
@@ -55,21 +56,46 @@ def calls_of(tokens: int, order: str, dtype: torch.dtype, pool: torch.dtype) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each call of each row")
-    arguments = parser.parse_args()
+    arguments = parse(__doc__, seconds=0.5)
     torch.manual_seed(0)
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         print(f"\n{describe()}\n")
-        print_header("write", "slots", "dtypes", "ours, us", "native, us", "copy, times ours", "index_copy_, times ours")
+        print_header(
+            "write",
+            "slots",
+            "dtypes",
+            "ours, us",
+            "native, us",
+            "copy, times ours",
+            "index_copy_, times ours",
+        )
         for dtype, pool in ((FP32, FP32), (BF16, BF16), (BF16, E4M3)):
-            for tokens, order in ((1, "tokens"), (64, "blocks"), (4096, "blocks"), (4096, "tokens")):
-                taken = medians(calls_of(tokens, order, dtype, pool), arguments.seconds)
-                times = [taken[n] / taken["ours"] if n in taken else "-" for n in ("copy", "index_copy_")]
-                dtypes = " into ".join(str(d).removeprefix("torch.") for d in dict.fromkeys((dtype, pool)))
-                print_row(f"{tokens} tokens", order, dtypes, taken["ours"] * 1e6, taken["native"] * 1e6, *times)
+            for tokens, order in (
+                (1, "tokens"),
+                (64, "blocks"),
+                (4096, "blocks"),
+                (4096, "tokens"),
+            ):
+                taken = times_of(
+                    calls_of(tokens, order, dtype, pool),
+                    arguments.seconds,
+                    disturbed=arguments.disturbed,
+                )
+                times = [
+                    taken[n] / taken["ours"] if n in taken else "-" for n in ("copy", "index_copy_")
+                ]
+                dtypes = " into ".join(
+                    str(d).removeprefix("torch.") for d in dict.fromkeys((dtype, pool))
+                )
+                print_row(
+                    f"{tokens} tokens",
+                    order,
+                    dtypes,
+                    taken["ours"] * 1e6,
+                    taken["native"] * 1e6,
+                    *times,
+                )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import functools
 import platform
@@ -41,21 +42,42 @@ def _output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def medians(calls: dict[str, Callable[[], object]], seconds: float = 1.0) -> dict[str, float]:
+def times_of(
+    calls: dict[str, Callable[[], object]], seconds: float = 1.0, *, disturbed: bool = False
+) -> dict[str, float]:
     """Time calls in turn, round after round, and return each one's median in seconds.
 
     What disturbs the machine then disturbs all of them, so their ratios hold where their times do not.
+    ``disturbed``: the least CPU time of the calling thread instead, for one thread on a machine that
+    others use too.
     """
+    clock = time.thread_time if disturbed else time.perf_counter
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
     stop = time.perf_counter() + seconds * len(calls)
     while time.perf_counter() < stop or len(next(iter(times.values()))) < 5:
         for name, call in calls.items():
-            before = time.perf_counter()
+            before = clock()
             call()
-            times[name].append(time.perf_counter() - before)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+            times[name].append(clock() - before)
+    return {name: (min if disturbed else statistics.median)(taken) for name, taken in times.items()}
+
+
+def parse(description: str, *, seconds: float, **extra: dict) -> argparse.Namespace:
+    """Read the options that every benchmark has, and ``extra`` ones."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
+    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
+    parser.add_argument("--seconds", type=float, default=seconds, help="for each call of each row")
+    help = "least CPU time of one thread, for a machine that others use too, not median time"
+    parser.add_argument("--disturbed", action="store_true", help=help)
+    for name, options in extra.items():
+        parser.add_argument(f"--{name}", **options)
+    arguments = parser.parse_args()
+    if arguments.disturbed and arguments.threads != [1]:
+        parser.error("--disturbed goes with --threads 1: it sees the calling thread only")
+    return arguments
 
 
 @functools.cache
@@ -89,7 +111,10 @@ def multiply(dtype: torch.dtype, size: int = 2048) -> tuple[Callable[[], object]
 
 
 def print_row(*cells: object) -> None:
-    print("| " + " | ".join(f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells) + " |", flush=True)
+    print(
+        "| " + " | ".join(f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells) + " |",
+        flush=True,
+    )
 
 
 def print_header(*cells: str) -> None:

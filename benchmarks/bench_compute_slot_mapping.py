@@ -1,0 +1,48 @@
+"""compute_slot_mapping on a CPU beside the formula in PyTorch, for one decode step.
+
+python benchmarks/bench_compute_slot_mapping.py --threads 2 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from machine import describe, parse, print_header, print_row, times_of
+
+import torch_pagedkv
+
+
+def cases() -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:
+    """Yield what is measured, with the calls that do the same; results are compared first."""
+    for sequences in (1, 64, 1024):
+        block_table = torch.randint(0, 10**6, (sequences, 128))
+        lengths = torch.randint(1, 2048, (sequences,))
+
+        def formula(block_table=block_table, lengths=lengths):
+            positions = lengths - 1
+            columns = (positions // 16).unsqueeze(1)
+            return block_table.gather(1, columns).squeeze(1) * 16 + positions % 16
+
+        def ours(block_table=block_table, lengths=lengths):
+            return torch_pagedkv.compute_slot_mapping(block_table, lengths, None, 16, len(lengths))
+
+        assert torch.equal(ours(), formula())
+        yield f"{sequences} sequences", {"ours": ours, "formula": formula}
+
+
+def main() -> None:
+    arguments = parse(__doc__, seconds=0.3)
+    torch.manual_seed(0)
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        print(f"\n{describe()}\n")
+        print_header("compute_slot_mapping", "ours, us", "peer", "times ours")
+        for name, calls in cases():
+            taken = times_of(calls, arguments.seconds, disturbed=arguments.disturbed)
+            peer = next(call for call in calls if call != "ours")
+            print_row(name, taken["ours"] * 1e6, peer, taken[peer] / taken["ours"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""merge_attention_states on a CPU beside the formula in PyTorch.
+
+python benchmarks/bench_merge_attention_states.py --threads 2 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from machine import describe, parse, print_header, print_row, times_of
+
+import torch_pagedkv
+
+
+def cases() -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:
+    """Yield what is measured, with the calls that do the same; results are compared first."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for tokens in (1, 1024):
+            outs = [torch.randn(tokens, 32, 128).to(dtype) for _ in range(2)]
+            lses = [torch.randn(32, tokens) for _ in range(2)]
+
+            def formula(outs=outs, lses=lses):
+                lse = torch.logaddexp(*lses)
+                weights = [(part - lse).exp().t().unsqueeze(-1) for part in lses]
+                sums = [weight * out.float() for weight, out in zip(weights, outs, strict=True)]
+                return (sums[0] + sums[1]).to(outs[0].dtype), lse
+
+            def ours(outs=outs, lses=lses):
+                return torch_pagedkv.merge_attention_states(outs[0], lses[0], outs[1], lses[1])
+
+            torch.testing.assert_close(ours()[0], formula()[0])
+            yield f"{tokens} tokens, {dtype}", {"ours": ours, "formula": formula}
+
+
+def main() -> None:
+    arguments = parse(__doc__, seconds=0.3)
+    torch.manual_seed(0)
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        print(f"\n{describe()}\n")
+        print_header("merge_attention_states", "ours, us", "peer", "times ours")
+        for name, calls in cases():
+            taken = times_of(calls, arguments.seconds, disturbed=arguments.disturbed)
+            peer = next(call for call in calls if call != "ours")
+            print_row(name, taken["ours"] * 1e6, peer, taken[peer] / taken["ours"])
+
+
+if __name__ == "__main__":
+    main()
