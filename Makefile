@@ -26,7 +26,7 @@ lint: $(VENV)/ready
 fuzz: $(VENV)/ready
 	$(RUN) tests/fuzz_ops.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) --device $(FUZZ_DEVICE)
 
-$(VENV)/ready: requirements.txt requirements-weights.txt pyproject.toml setup.py $(wildcard csrc/*.h csrc/cpu/*)
+$(VENV)/ready: requirements.txt requirements-weights.txt pyproject.toml setup.py $(wildcard csrc/*.h csrc/cpu/*.* csrc/cpu/simd/*)
 	@echo "Making $(VENV): torch, triton and the test tools, then the C++ kernels (about a minute)"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --requirement requirements.txt
