@@ -212,6 +212,19 @@ def test_tables_of_sequences_without_a_query_are_not_read(device):
     assert torch.equal(torch_pagedkv.compute_slot_mapping(*batch.slots[0]), expected[1])
 
 
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize("case", [CHUNK, DECODE], ids=str)
+def test_sinks_of_any_size(case, num_splits, device):
+    """One that takes all the weight, one that takes none: neither overflows."""
+    batch = case.with_(sinks=[1e4, -1e4, 3e38, -3e38]).build(device)
+    out, lse = attend(batch, num_splits=num_splits)
+    without_out, without_lse = attend(batch, sinks=None, num_splits=num_splits)
+    assert out[:, ::2].count_nonzero() == 0
+    assert (lse[0] == 1e4).all() and (lse[2] == 3e38).all()
+    for got, wanted in ((out[:, 1::2], without_out[:, 1::2]), (lse[1::2], without_lse[1::2])):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("block_size", [272, 544, 1056, 2112])
 def test_block_sizes_that_no_tile_divides(block_size, device):
     lengths = [block_size - 1, block_size, block_size + 1, 2 * block_size + 1]

@@ -162,6 +162,11 @@ def test_writes_work_in_inference_mode(device):
     outside["key"] = call["key"]
     torch_pagedkv.reshape_and_cache(**outside)
     assert outside["key_cache"].count_nonzero() == 32
+    with torch.inference_mode():
+        call["key_cache"].zero_()
+    call["key"] = call["key"].clone()
+    torch_pagedkv.reshape_and_cache(**call)  # pools from inference mode, outside of it
+    assert call["key_cache"].count_nonzero() == 32
 
 
 def test_fakes_need_no_device():
@@ -178,6 +183,13 @@ def test_fakes_need_no_device():
             result = getattr(torch_pagedkv, op)(**call)
             for tensor in result if isinstance(result, tuple) else [result]:
                 assert tensor is None or tensor.device.type == "cuda"
+
+
+def test_tags():
+    """Strides are a pool's layout, and the compiler must not choose others."""
+    for op in CALLS:
+        tags = getattr(OPS, op).default.tags
+        assert {torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag} <= set(tags)
 
 
 class Schemas(expecttest.TestCase):

@@ -51,6 +51,19 @@ def test_checkpoint_slot_36(device):
     assert key_cache.count_nonzero() == 8 and value_cache.count_nonzero() == 8
 
 
+@pytest.mark.parametrize("pool_dtype", [FP32, E4M3])
+def test_negative_slots_change_nothing(pool_dtype, device):
+    """Not even -1, which Python would take for the last one; and NaN in such a token reaches no slot."""
+    pools = torch.zeros((2, 2, 16, 2, 8), device=device).to(pool_dtype).unbind(0)
+    key = torch.ones((5, 2, 8), device=device)
+    key[[1, 2, 4]] = torch.nan
+    slots = torch.tensor([5, -1, -1, 7, -123], device=device)
+    torch_pagedkv.reshape_and_cache(key, key, *pools, slots)
+    for pool in pools:
+        written = pool.float().view(32, -1)
+        assert (written[[5, 7]] == 1).all() and written.count_nonzero() == 2 * 16
+
+
 def test_copies_keep_every_bit(device):
     """Same-dtype writes are copies: NaN payloads and negative zeros included."""
     for dtype in (BF16, FP16):

@@ -7,6 +7,7 @@ import torch
 from torch_pagedkv.reference.value_checks import check_block_copies
 
 
+@torch.inference_mode()  # which may write to pools of either mode
 def copy_blocks(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,

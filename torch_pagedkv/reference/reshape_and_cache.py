@@ -8,6 +8,8 @@ from torch_pagedkv.reference.quantisation import quantise
 from torch_pagedkv.reference.value_checks import check_slots
 
 
+# Values are stored: a key that wants a gradient gives the pool none.
+@torch.inference_mode()
 def reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor,
