@@ -10,7 +10,7 @@ FUZZ_SECONDS ?= 1800
 FUZZ_SEED ?= $(shell date +%s)000000
 FUZZ_DEVICE ?= cpu
 
-.PHONY: demo test lint fuzz clean
+.PHONY: demo test lint fuzz mutants clean
 
 demo: $(VENV)/ready
 	$(RUN) docs/examples/generate.py $(ARGS)
@@ -25,6 +25,10 @@ lint: $(VENV)/ready
 
 fuzz: $(VENV)/ready
 	$(RUN) tests/fuzz_ops.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) --device $(FUZZ_DEVICE)
+
+# Removes one guard at a time in a copy of the tree: some test must fail for each.
+mutants: $(VENV)/ready
+	$(RUN) tests/mutants.py $(ARGS)
 
 $(VENV)/ready: requirements.txt requirements-weights.txt pyproject.toml setup.py $(wildcard csrc/*.h csrc/cpu/*.* csrc/cpu/simd/*)
 	@echo "Making $(VENV): torch, triton and the test tools, then the C++ kernels (about a minute)"
