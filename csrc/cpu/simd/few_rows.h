@@ -6,6 +6,9 @@
 // meanwhile the same row of the next tile is fetched into the second one. KV heads are taken
 // together, tile by tile, because they share pages of memory.
 
+// Blocks of values whose elements are taken in several passes before the next: still in a cache then.
+inline constexpr int kBlocksAtOnce = 8;
+
 template <class Units>
 class FewRows {
  public:
@@ -193,7 +196,7 @@ class FewRows {
   template <int kRows>
   void score_rows(const uint32_t* queries, int begin, int end, bool fetches) {
     for (int block = begin; block < end; ++block) {
-      if (fetches) keys_.fetch(block);
+      for (int n = 0; fetches && n < kBlockKeys; ++n) keys_.fetch(block * kBlockKeys + n);
       const char* const* const keys = keys_.rows + block * kBlockKeys;
       store(
           scores_ + block * kLanes,
@@ -214,9 +217,10 @@ class FewRows {
   void weigh(
       int64_t head, int64_t block, const ScoreRule& rule, int begin, int end, bool is_whole) {
     RowBlock& rows = block_of(head, block);
+    const TileRows* const ahead = block == 0 ? &values_ : nullptr;
     const Float decay =
-        is_whole ? weigh_block<Units, false>(rows, rule, scores_, weights(), begin, end)
-                 : weigh_block<Units, true>(rows, rule, scores_, weights(), begin, end);
+        is_whole ? weigh_block<Units, false>(rows, rule, scores_, weights(), begin, end, ahead)
+                 : weigh_block<Units, true>(rows, rule, scores_, weights(), begin, end, ahead);
     for (int i = 0; i < rows_in_block(block); ++i) {
       const float factor = decay[i * kBlockKeys];
       if (factor == 1.0f) continue;
@@ -225,29 +229,52 @@ class FewRows {
     }
   }
 
+  // One pass over values, for kSteps steps of their elements.
+  template <int kRows, int kSteps>
+  void add_steps(
+      const uint32_t* weights, float* sums, int begin, int end, bool fetches, int pass, int64_t step) {
+    // Half of each block's values are left to fetch, in the first two passes if there are as many.
+    const bool is_only = value_steps_ <= kSteps;
+    const int first = pass == 0 ? kBlockKeys / 2 : kBlockKeys - 1;
+    const int last = pass > 1 ? 0 : pass == 0 && !is_only ? kBlockKeys - 1 : kBlockKeys;
+    add_values<Units, kRows, kSteps>(
+        weights,
+        values_,
+        step,
+        begin,
+        end,
+        sums + step * Units::kStep,
+        sum_units_,
+        first,
+        fetches ? last : 0);
+  }
+
   template <int kRows>
   void add_to_rows(const uint32_t* weights, float* sums, int begin, int end, bool fetches) {
-    constexpr int kSteps = 4 / Units::kValueVectors;
-    const int64_t passes = value_steps_ < kSteps ? 1 : value_steps_ / kSteps;
-    const int fetch_every = fetches ? static_cast<int>(passes) : 0;
-    int64_t step = 0;
-    for (; step + kSteps <= value_steps_; step += kSteps) {
-      float* const from = sums + step * Units::kStep;
-      add_values<Units, kRows, kSteps>(
-          weights, values_, step, begin, end, from, sum_units_, fetch_every);
-    }
-    for (; step < value_steps_; ++step) {
-      float* const from = sums + step * Units::kStep;
-      const bool fetches_too = value_steps_ < kSteps && step == 0;
-      add_values<Units, kRows, 1>(
-          weights, values_, step, begin, end, from, sum_units_, fetches_too ? fetch_every : 0);
+    constexpr int kVectors = Units::kValueVectors, kRegisters = kLanes == 16 ? 16 : 8;
+    constexpr int kFew = 4 / kVectors, kMany = kRows * 8 <= kRegisters ? 8 / kVectors : kFew;
+    int pass = 0;
+    for (int64_t step = 0; step < value_steps_; ++pass) {
+      const int64_t left = value_steps_ - step;
+      if (left >= kMany) {
+        add_steps<kRows, kMany>(weights, sums, begin, end, fetches, pass, step);
+        step += kMany;
+      } else if (left >= kFew) {
+        add_steps<kRows, kFew>(weights, sums, begin, end, fetches, pass, step);
+        step += kFew;
+      } else {
+        add_steps<kRows, 1>(weights, sums, begin, end, fetches, pass, step++);
+      }
     }
   }
 
   void add(int64_t head, int64_t block, int begin, int end) {
     float* const sums = sums_of(head, block * kBlockRows);
     with_rows(block, [&](auto rows) {
-      add_to_rows<decltype(rows)::value>(weights(), sums, begin, end, block == 0);
+      for (int from = begin; from < end; from += kBlocksAtOnce) {
+        const int to = from + kBlocksAtOnce < end ? from + kBlocksAtOnce : end;
+        add_to_rows<decltype(rows)::value>(weights(), sums, from, to, block == 0);
+      }
     });
   }
 

@@ -29,12 +29,19 @@ inline Int keys_of_block(int block) {
 }
 
 // Turns the dots of blocks [begin, end) into weights relative to the rows' new maxima, and returns
-// the factors that bring what was summed before to those.
+// the factors that bring what was summed before to those. Fetches half of the values of `ahead`.
 template <class Units, bool kMasked>
 inline Float weigh_block(
-    RowBlock& rows, const ScoreRule& rule, float* scores, uint32_t* weights, int begin, int end) {
+    RowBlock& rows,
+    const ScoreRule& rule,
+    float* scores,
+    uint32_t* weights,
+    int begin,
+    int end,
+    const TileRows* ahead) {
   Float largest = broadcast(-kInfinity);
   for (int block = begin; block < end; ++block) {
+    if (ahead != nullptr) ahead->fetch(block * kBlockKeys);
     const Int keys = keys_of_block(block);
     Float score = load(scores + block * kLanes);
     if (rule.is_plain) {
@@ -54,6 +61,7 @@ inline Float weigh_block(
       maximum > rows.maximum, exp_of_nonpositive(rows.maximum - maximum), broadcast(1.0f));
   Float total = {};
   for (int block = begin; block < end; ++block) {
+    if (ahead != nullptr) ahead->fetch(block * kBlockKeys + 1);
     Float weight = exp_of_nonpositive(load(scores + block * kLanes) - maximum);
     if (kMasked) {
       const Int keys = keys_of_block(block);
@@ -120,7 +128,7 @@ inline Float dot_block(
 }
 
 // sums[row] += weight[row][n] * value[n] over blocks [begin, end), for kSteps steps of elements.
-// Of `kSteps` * `fetch_every` steps it fetches its share of the next tile; 0: none.
+// Fetches rows [first_fetched, last_fetched) of each block of the next tile.
 template <class Units, int kRows, int kSteps>
 inline void add_values(
     const uint32_t* weights,
@@ -130,23 +138,20 @@ inline void add_values(
     int end,
     float* sums,
     int64_t sums_stride,
-    int fetch_every) {
+    int first_fetched,
+    int last_fetched) {
   constexpr int kVectors = Units::kValueVectors, kPair = Units::kPair;
   constexpr int kBytes = Units::kStep * Units::kBytes;
   Float sum[kRows][kSteps * kVectors];
 #pragma GCC unroll 4
   for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < kSteps * kVectors; ++v) sum[i][v] = load(sums + i * sums_stride + v * kLanes);
   }
-  int next_fetch = fetch_every ? begin + static_cast<int>(first_step / kSteps) : end;
   for (int block = begin; block < end; ++block) {
     const uint32_t* const weight = weights + block * (kLanes / kPair);
     const char* const* const rows = values.rows + block * kBlockKeys;
-    if (block == next_fetch) {
-      values.fetch(block);
-      next_fetch += fetch_every;
-    }
+    for (int n = first_fetched; n < last_fetched; ++n) values.fetch(block * kBlockKeys + n);
 #pragma GCC unroll 4
     for (int n = 0; n < kBlockKeys; n += kPair) {
 #pragma GCC unroll 4
@@ -167,7 +172,7 @@ inline void add_values(
   }
 #pragma GCC unroll 4
   for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < kSteps * kVectors; ++v) store(sums + i * sums_stride + v * kLanes, sum[i][v]);
   }
 }

@@ -79,13 +79,11 @@ class TileRows {
   void look_ahead(const char* const* tokens, int64_t head_offset) {
     for (int n = 0; n < kTile; ++n) ahead_[n] = tokens[n] + head_offset;
   }
-  // Fetches those of a block of keys, whole rows at once: memory likes lines in their order. They
-  // would flood the first cache and go to the second.
-  void fetch(int block) const {
-    for (int n = block * kBlockKeys; n < (block + 1) * kBlockKeys; ++n) {
-      for (int64_t line = 0; line < pool_bytes_; line += 64) {
-        __builtin_prefetch(ahead_[n] + line, 0, 2);
-      }
+  // Fetches one of them: all of its lines at once, since memory likes them in their order, and not into
+  // the first cache, which they would flood.
+  void fetch(int n) const {
+    for (int64_t line = 0; line < pool_bytes_; line += 64) {
+      __builtin_prefetch(ahead_[n] + line, 0, 2);
     }
   }
   const char* zeros() const { return zeros_; }
