@@ -59,6 +59,11 @@ class TileRows {
   // Takes [first, last) of the tokens. Other rows of whole blocks of keys are zeros or, where
   // `zeros` is not asked for, whatever the tokens say.
   void take(const char* const* tokens, int64_t head_offset, int first, int last, bool zeros) {
+    if (!is_padded_ && (!zeros || (first == 0 && last == kTile))) {
+      // Quickly: while addresses are made, nothing is asked of the memory.
+      for (int n = 0; n < kTile; ++n) rows[n] = tokens[n] + head_offset;
+      return;
+    }
     const int begin = first / kBlockKeys * kBlockKeys;
     const int end = (last + kBlockKeys - 1) / kBlockKeys * kBlockKeys;
     for (int n = begin; n < end; ++n) {
