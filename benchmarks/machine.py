@@ -95,7 +95,7 @@ def _read_loop() -> Callable[[int, int, int], float]:
 
 @functools.cache
 def _memory() -> torch.Tensor:
-    memory = torch.zeros(MANY_BYTES // 4 + 16)
+    memory = torch.ones(MANY_BYTES // 4 + 16)  # zeros would all be one page until they are written
     return memory[-memory.data_ptr() % 64 // 4 :]
 
 
