@@ -200,9 +200,13 @@ def _matrix() -> list[PagedCase]:
         long.with_(
             name="very_long_window", kv_lens=[2300, 1500], query_lens=[40, 1], options={"window_size": (1400, 0)}
         ),
+        long.with_(name="very_long_e4m3", kv_lens=[2500, 1100], dtype=BF16, pool_dtype=E4M3, scales="per_head"),
         chunk.with_(name="window_own_key", options={"window_size": (0, 0)}),
         chunk.with_(name="window", options={"window_size": (15, 0)}),
         decode.with_(name="window_decode", options={"window_size": (19, 0)}),
+        chunk.with_(  # the last queries see nothing of the first query's first keys
+            name="window_over_tiles", kv_lens=[130, 70], query_lens=[6, 6], options={"window_size": (62, 0)}
+        ),
         chunk.with_(name="window_both", options={"window_size": (6, 3), "causal": False}),
         chunk.with_(name="window_right", options={"window_size": (-1, 2), "causal": False}),
         chunk.with_(name="softcap", options={"softcap": 2.0}),

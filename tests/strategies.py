@@ -82,6 +82,7 @@ def long_cases(draw) -> PagedCase:
     dtype = draw(DTYPES)
     window = draw(st.none() | st.tuples(st.sampled_from([0, 60, 1000, 1030, 3000]), st.just(0)))
     options = {"num_splits": draw(st.sampled_from([0, 1, 2, 3, 8]))}
+    pool_dtype = draw(st.sampled_from([None, E4M3]))
     return PagedCase(
         name="found",
         kv_lens=[length, draw(st.integers(0, 70))],
@@ -94,7 +95,9 @@ def long_cases(draw) -> PagedCase:
         value_head_dim=draw(st.none() | st.integers(1, 20)),
         block_size=draw(st.sampled_from([16, 7, 64, 300])),
         dtype=dtype,
-        pool_dtype=draw(st.sampled_from([None, E4M3])),
+        pool_dtype=pool_dtype,
+        scales=draw(st.sampled_from(["none", "one"])) if pool_dtype else "none",
+        alibi=draw(st.booleans()),
         sinks=draw(st.none() | st.just([1.0, -torch.inf])),
         options=options | ({"window_size": window} if window else {}),
     )

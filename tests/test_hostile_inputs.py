@@ -212,6 +212,28 @@ def test_tables_of_sequences_without_a_query_are_not_read(device):
     assert torch.equal(torch_pagedkv.compute_slot_mapping(*batch.slots[0]), expected[1])
 
 
+@pytest.mark.parametrize("num_splits", [0, 1, 8])
+@pytest.mark.parametrize("query_lens", [None, [40]], ids=["decode", "chunk"])
+@pytest.mark.parametrize("loud", [0, 1])
+def test_parts_of_very_different_scores(loud, query_lens, num_splits, device):
+    """A sequence one half of which has scores hundreds above the other's, in any order of the parts."""
+    case = PagedCase(
+        name="loud", kv_lens=[2600], query_lens=query_lens, num_heads=2, num_kv_heads=1, head_dim=16
+    )
+    batch = case.build(device)
+    places = slots_of(batch.tables[0], 2600, 16)
+    for position in range(1300 * loud, 1300 * loud + 1250):
+        block, offset = places[position]
+        batch.key_cache[block, offset] *= 500
+    out, lse = attend(batch, num_splits=num_splits)
+    expected_out, expected_lse = expect(batch)
+    assert lse.max() > 500 and out.isfinite().all()
+    assert_close(
+        out, expected_out, largest=200.0
+    )  # scores of thousands keep few bits after the point
+    assert_close_lse(lse, expected_lse)
+
+
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
 @pytest.mark.parametrize("case", [CHUNK, DECODE], ids=str)
 def test_sinks_of_any_size(case, num_splits, device):

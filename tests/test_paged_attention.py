@@ -198,8 +198,9 @@ def test_one_visible_key_gives_its_value_whatever_its_score(magnitude, dtype, de
     batch.key_cache[block, 0] = magnitude
     batch.key_cache[batch.tables[1][0], 0] = -magnitude
     batch.query.fill_(magnitude)
-    for softcap in (0.0, 50.0):
-        out, lse = attend(batch, softcap=softcap)
+    slopes = torch.ones(4, device=device)
+    for softcap, alibi_slopes in ((0.0, None), (50.0, None), (0.0, slopes), (50.0, slopes)):
+        out, lse = attend(batch, softcap=softcap, alibi_slopes=alibi_slopes)
         assert_same_bits(out[0], batch.value_cache[block, 0].repeat_interleave(2, 0))
         assert_same_bits(out[1], batch.value_cache[batch.tables[1][0], 0].repeat_interleave(2, 0))
         assert lse.isfinite().all()

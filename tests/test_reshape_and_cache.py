@@ -77,7 +77,7 @@ def test_copies_keep_every_bit(device):
 
 @pytest.mark.parametrize("pool_dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("scale", [None, 1.0, 0.37, 96.0])
+@pytest.mark.parametrize("scale", [None, 1.0, 0.37, 96.0, -2.0, 0.0, float("inf")])
 def test_every_value_converts_as_torch_casts_saturated(scale, dtype, pool_dtype, device):
     """All 65536 values of a 16-bit dtype, and as many float32 bit patterns, against torch's own cast."""
     if dtype == FP32:
