@@ -31,13 +31,14 @@ collect_ignore_glob = [] if IS_INTERPRETING else ["test_*.py"]
 def round_bfloat16_to_nearest() -> None:
     """Make the interpreter convert and multiply bfloat16 as GPUs do.
 
-    It keeps bfloat16 as uint16, truncates when it makes one, and multiplies the integers in tl.dot.
+    It keeps bfloat16 as uint16, truncates when it makes one, loses bits of subnormal ones when it
+    widens them, and multiplies the integers in tl.dot.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
-    dot, truncate = builder.create_dot, builder.create_fp_trunc
+    dot, truncate, extend = builder.create_dot, builder.create_fp_trunc, builder.create_fp_ext
 
     def to_float32(operand):
         if operand.dtype.scalar != tl.bfloat16:
@@ -54,7 +55,12 @@ def round_bfloat16_to_nearest() -> None:
             return handle(rounded.view(torch.int16).numpy().view(np.uint16), target.scalar)
         return truncate(self, source, target)
 
+    def create_fp_ext(self, source, target):
+        wide = to_float32(source)
+        return wide if wide.dtype.scalar == target.scalar else extend(self, source, target)
+
     builder.create_dot, builder.create_fp_trunc = create_dot, create_fp_trunc
+    builder.create_fp_ext = create_fp_ext
 
 
 def put_triton_in_place_of_cpp() -> None:
