@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from machine import describe, parse, print_header, print_row, times_of
 
 import torch_pagedkv
+from machine import describe, parse, print_header, print_row, times_of
 
 
 def cases() -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+
+import torch_pagedkv
 from machine import (
     MANY_BYTES,
     describe,
@@ -25,8 +27,6 @@ from machine import (
     read_everything,
     times_of,
 )
-
-import torch_pagedkv
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -94,16 +94,11 @@ class Case:
     def _gathered(self) -> list[torch.Tensor]:
         table = self.block_table.long()
         pools = (self.key_cache, self.value_cache)
-        return [
-            p[table].to(self.dtype).flatten(1, 2)[:, : self.shape.length].transpose(1, 2)
-            for p in pools
-        ]
+        return [p[table].to(self.dtype).flatten(1, 2)[:, : self.shape.length].transpose(1, 2) for p in pools]
 
     def _attend(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         shape = self.shape
-        query = self.query.view(shape.sequences, shape.query_length, shape.num_heads, -1).transpose(
-            1, 2
-        )
+        query = self.query.view(shape.sequences, shape.query_length, shape.num_heads, -1).transpose(1, 2)
         causal = shape.query_length > 1
         out = F.scaled_dot_product_attention(query, keys, values, is_causal=causal, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
@@ -205,9 +200,7 @@ def plot(path: str, timer: Timer) -> None:
         axis.set(title=str(dtype).removeprefix("torch."), xlabel="tokens of each of 8 sequences")
         axis.legend()
     axes[0].set_ylabel("one decode step, ms")
-    figure.suptitle(
-        f"32 heads on 8 KV heads of 128, {torch.get_num_threads()} threads", fontsize=10
-    )
+    figure.suptitle(f"32 heads on 8 KV heads of 128, {torch.get_num_threads()} threads", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

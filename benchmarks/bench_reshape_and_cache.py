@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from machine import describe, parse, print_header, print_row, times_of
 
 import torch_pagedkv
+from machine import describe, parse, print_header, print_row, times_of
 
 FP32, BF16, E4M3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 
 
-def calls_of(
-    tokens: int, order: str, dtype: torch.dtype, pool: torch.dtype
-) -> dict[str, Callable[[], object]]:
+def calls_of(tokens: int, order: str, dtype: torch.dtype, pool: torch.dtype) -> dict[str, Callable[[], object]]:
     num_blocks = max(64, 2 * tokens // BLOCK_SIZE)
     caches = [torch.zeros(num_blocks, BLOCK_SIZE, HEADS, HEAD_DIM).to(pool) for _ in range(2)]
     packed = torch.randn(tokens, 48, HEAD_DIM).to(dtype)
@@ -82,12 +80,8 @@ def main() -> None:
                     arguments.seconds,
                     disturbed=arguments.disturbed,
                 )
-                times = [
-                    taken[n] / taken["ours"] if n in taken else "-" for n in ("copy", "index_copy_")
-                ]
-                dtypes = " into ".join(
-                    str(d).removeprefix("torch.") for d in dict.fromkeys((dtype, pool))
-                )
+                times = [taken[n] / taken["ours"] if n in taken else "-" for n in ("copy", "index_copy_")]
+                dtypes = " into ".join(str(d).removeprefix("torch.") for d in dict.fromkeys((dtype, pool)))
                 print_row(
                     f"{tokens} tokens",
                     order,

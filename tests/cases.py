@@ -213,7 +213,11 @@ def _matrix() -> list[PagedCase]:
         chunk.with_(name="alibi", alibi=True),
         chunk.with_(name="sinks", sinks=[0.0, 5.0, -torch.inf, 50.0]),
         chunk.with_(
-            name="all_options", alibi=True, sinks=[1.0, 0.0], options={"window_size": (9, 0), "softcap": 5.0}, dtype=BF16
+            name="all_options",
+            alibi=True,
+            sinks=[1.0, 0.0],
+            options={"window_size": (9, 0), "softcap": 5.0},
+            dtype=BF16,
         ),
         chunk.with_(name="value_dim", head_dim=48, value_head_dim=24),
         decode.with_(name="value_dim_wider", head_dim=16, value_head_dim=40, dtype=BF16),
@@ -234,7 +238,9 @@ def _matrix() -> list[PagedCase]:
         cases.append(chunk.with_(name=f"head_dim_{dim}", head_dim=dim, dtype=BF16 if dim % 3 else FP16))
     for heads, kv_heads in ((3, 3), (3, 1), (5, 1), (6, 1), (14, 2), (12, 1), (16, 1), (64, 1), (71, 1)):
         ratio = heads // kv_heads
-        cases.append(chunk.with_(name=f"ratio_{ratio}_of_{kv_heads}", num_heads=heads, num_kv_heads=kv_heads, head_dim=32))
+        cases.append(
+            chunk.with_(name=f"ratio_{ratio}_of_{kv_heads}", num_heads=heads, num_kv_heads=kv_heads, head_dim=32)
+        )
         cases.append(
             decode.with_(name=f"decode_ratio_{ratio}_of_{kv_heads}", num_heads=heads, num_kv_heads=kv_heads, dtype=BF16)
         )

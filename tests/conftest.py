@@ -8,8 +8,8 @@ import os
 # reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 DEVICES = [
     "cpu",

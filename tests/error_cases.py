@@ -20,7 +20,13 @@ def write_call(device: str, pool_dtype: torch.dtype = FP32) -> dict[str, Any]:
     key = torch.ones((3, 2, 8), device=device)
     slots = torch.tensor([1, 2, -1], device=device)
     return dict(
-        key=key, value=key.clone(), key_cache=pools[0], value_cache=pools[1], slot_mapping=slots, k_scale=None, v_scale=None
+        key=key,
+        value=key.clone(),
+        key_cache=pools[0],
+        value_cache=pools[1],
+        slot_mapping=slots,
+        k_scale=None,
+        v_scale=None,
     )
 
 
@@ -119,13 +125,16 @@ ERRORS = [
             "pools_dtypes": lambda c: {"value_cache": c["value_cache"].half()},
             "pools_sizes": lambda c: {"value_cache": c["value_cache"][:3]},
             "pools_block_sizes": lambda c: {"value_cache": c["value_cache"][:, :8]},
-            "pool_last_stride": lambda c: {"value_cache": c["value_cache"].transpose(2, 3).contiguous().transpose(2, 3)},
+            "pool_last_stride": lambda c: {
+                "value_cache": c["value_cache"].transpose(2, 3).contiguous().transpose(2, 3)
+            },
             "pool_expanded": lambda c: {"key_cache": c["key_cache"][:1].expand(4, -1, -1, -1)},
             "pool_requires_grad": lambda c: {"key_cache": c["key_cache"].clone().requires_grad_()},
             "block_size_0": lambda c: {n: c[n][:, :0] for n in ("key_cache", "value_cache")},
             "head_dim_0": lambda c: {n: c[n][..., :0] for n in ("key", "key_cache")},
             "head_dim_513": lambda c: {
-                "key": c["key"].new_zeros(3, 2, 513), "key_cache": c["key_cache"].new_zeros(4, 16, 2, 513)
+                "key": c["key"].new_zeros(3, 2, 513),
+                "key_cache": c["key_cache"].new_zeros(4, 16, 2, 513),
             },
             "slots_rank": lambda c: {"slot_mapping": c["slot_mapping"][None]},
             "slots_0_dim": lambda c: {"slot_mapping": c["slot_mapping"][0]},
@@ -144,8 +153,9 @@ ERRORS = [
             "scale_shape": lambda c: {"k_scale": torch.ones(3, device=c["key"].device)},
             "scale_rank": lambda c: {"k_scale": torch.ones(1, 2, device=c["key"].device)},
             "other_fp8": lambda c: {n: c[n].to(E5M2) for n in ("key", "value")},
-            "fp8_bytes_with_scale": lambda c: {n: c[n].to(E4M3) for n in ("key", "value")}
-            | {"k_scale": torch.ones(1, device=c["key"].device)},
+            "fp8_bytes_with_scale": lambda c: (
+                {n: c[n].to(E4M3) for n in ("key", "value")} | {"k_scale": torch.ones(1, device=c["key"].device)}
+            ),
             "integer_key": lambda c: {"key": c["key"].int()},
         },
         pool_dtype=E4M3,
@@ -268,7 +278,9 @@ ERRORS = [
         "copy_blocks",
         {
             "both_sides": lambda c: {"dst_blocks": c["src_blocks"].clone()},
-            "named_twice": lambda c: {n: c[n].new_tensor(ids) for n, ids in (("src_blocks", [0, 3]), ("dst_blocks", [2, 2]))},
+            "named_twice": lambda c: {
+                n: c[n].new_tensor(ids) for n, ids in (("src_blocks", [0, 3]), ("dst_blocks", [2, 2]))
+            },
             "source_past_pool": lambda c: {"src_blocks": c["src_blocks"].new_tensor([4])},
             "destination_negative": lambda c: {"dst_blocks": c["dst_blocks"].new_tensor([-1])},
         },

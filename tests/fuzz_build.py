@@ -44,11 +44,7 @@ def _tensor(of: dict[str, Any], device: str, buffers: Buffers) -> torch.Tensor:
     dtype, shape, strides = getattr(torch, of["dtype"]), of["shape"], _strides(of)
     if of.get("device", "cuda") != "cuda":  # a GPU is only asked for where there is one
         device = of["device"]
-    span = (
-        1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
-        if 0 not in shape
-        else 0
-    )
+    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides)) if 0 not in shape else 0
     buffer = torch.empty(span + 2 * GUARD, dtype=dtype)
     if dtype.is_floating_point or dtype.is_complex:
         poison_(buffer)

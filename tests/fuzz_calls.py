@@ -66,9 +66,7 @@ Call = dict[str, Any]
 
 def tensor(shape: list[int], dtype: str, values: list[int] | None = None, seed: int = 0) -> Call:
     """Describe a tensor: of these integers, or of random numbers. Changes add the rest."""
-    return {"shape": shape, "dtype": dtype} | (
-        {"seed": seed} if values is None else {"values": values}
-    )
+    return {"shape": shape, "dtype": dtype} | ({"seed": seed} if values is None else {"values": values})
 
 
 def draw(seed: int) -> Call:
@@ -113,9 +111,7 @@ def _pools(rng: random.Random, of: Call) -> Call:
 
 def _index(rng: random.Random, values: list[int], shape: list[int] | None = None) -> Call:
     fits = all(-(2**31) <= value < 2**31 for value in values)
-    return tensor(
-        shape or [len(values)], rng.choice(["int32", "int64"]) if fits else "int64", values
-    )
+    return tensor(shape or [len(values)], rng.choice(["int32", "int64"]) if fits else "int64", values)
 
 
 def _scales(rng: random.Random, of: Call, converts: bool) -> Call:
@@ -152,11 +148,7 @@ def _batch(rng: random.Random, of: Call, queries: bool) -> Call:
 
 def _tokens(rng: random.Random, batch: Call) -> int:
     sums = batch["cu_seqlens_q"]
-    return (
-        len(batch["seqused_k"]["values"])
-        if sums is None
-        else sums["values"][-1] + rng.choice([0, 0, 2])
-    )
+    return len(batch["seqused_k"]["values"]) if sums is None else sums["values"][-1] + rng.choice([0, 0, 2])
 
 
 def _write(rng: random.Random) -> Call:
@@ -179,9 +171,7 @@ def _write(rng: random.Random) -> Call:
 def _attend(rng: random.Random) -> Call:
     of = _sizes(rng)
     batch = _batch(rng, of, queries=True)
-    query = tensor(
-        [_tokens(rng, batch), of["num_heads"], of["head_dim"]], of["dtype"], seed=rng.randrange(99)
-    )
+    query = tensor([_tokens(rng, batch), of["num_heads"], of["head_dim"]], of["dtype"], seed=rng.randrange(99))
     per_head = {
         name: tensor([of["num_heads"]], rng.choice([*FLOATS, "float64"]), seed=rng.randrange(99))
         if rng.random() < 0.3
@@ -229,9 +219,7 @@ def _merge(rng: random.Random) -> Call:
     tokens, heads, dim = rng.choice([0, 1, 5]), rng.choice([1, 2, 5]), rng.choice([1, 4, 20, 64])
     arguments = {}
     for part in ("a", "b"):
-        arguments[f"out_{part}"] = tensor(
-            [tokens, heads, dim], rng.choice(FLOATS), seed=rng.randrange(99)
-        )
+        arguments[f"out_{part}"] = tensor([tokens, heads, dim], rng.choice(FLOATS), seed=rng.randrange(99))
         arguments[f"lse_{part}"] = tensor([heads, tokens], "float32", seed=rng.randrange(99))
     return arguments
 
@@ -331,9 +319,7 @@ def _change_values(rng: random.Random, call: Call, name: str) -> bool:
             position = rng.randrange(len(of["values"]))
             near = of["values"][position] + rng.choice([-1, 1, 2])
             near = min(max(near, -(2**63)), 2**63 - 1)
-            of["values"][position] = rng.choice(
-                [near, rng.choice(of["values"]), rng.choice(HOSTILE_INTS)]
-            )
+            of["values"][position] = rng.choice([near, rng.choice(of["values"]), rng.choice(HOSTILE_INTS)])
         if any(not -(2**31) <= value < 2**31 for value in of["values"]):
             of["dtype"] = "int64"
     return False
@@ -371,12 +357,7 @@ def _change_option(rng: random.Random, call: Call, name: str) -> bool:
         "dtype": [*OTHER_DTYPES, None],
     }
     drawn = rng.choice(choices.get(name, NUMBERS))
-    if (
-        name in ("k_scale", "v_scale", "alibi_slopes", "sinks", "cu_seqlens_q")
-        and rng.random() < 0.7
-    ):
-        drawn = tensor(
-            rng.choice([[], [1], [2], [3], [1, 2]]), rng.choice(["float32", *OTHER_DTYPES])
-        )
+    if name in ("k_scale", "v_scale", "alibi_slopes", "sinks", "cu_seqlens_q") and rng.random() < 0.7:
+        drawn = tensor(rng.choice([[], [1], [2], [3], [1, 2]]), rng.choice(["float32", *OTHER_DTYPES]))
     call["arguments"][name] = drawn
     return False

@@ -67,9 +67,7 @@ def attempt(call: Call, arguments: dict[str, Any]) -> Any:
 
 def _check_exception(call: Call, error: Exception, arguments: dict[str, Any]) -> str:
     op, text = call["op"], str(error)
-    is_ours = isinstance(error, (ValueError, TypeError, NotImplementedError)) and text.startswith(
-        f"{op}: "
-    )
+    is_ours = isinstance(error, (ValueError, TypeError, NotImplementedError)) and text.startswith(f"{op}: ")
     if is_ours and " must " in text and ", got " in text:
         if call["legal"] and not ABOUT_VALUES.search(text):
             raise Fault(f"a legal call is refused: {text}")
@@ -115,9 +113,7 @@ def _check_against_reference(op: str, device: str, outcome: Any, twins: dict[str
         # Products may have overflowed on the way to such a logarithm.
         in_range = ~((exact[1].abs() > 1e30) & exact[1].isfinite())
         masks = (in_range.T.unsqueeze(-1), in_range)
-        for name, *states, mask in zip(
-            ("out", "lse"), outcome, expected, exact, masks, strict=True
-        ):
+        for name, *states, mask in zip(("out", "lse"), outcome, expected, exact, masks, strict=True):
             _close(name, *states, mask, values)
 
 
@@ -152,14 +148,10 @@ def _close(name: str, actual, rough, precise, mask, values: torch.Tensor) -> Non
     Elsewhere the inputs are too extreme for float32: whatever comes out is right.
     """
     if actual.shape != rough.shape or actual.dtype != rough.dtype or not actual.is_contiguous():
-        raise Fault(
-            f"{name}: {actual.dtype} {list(actual.shape)} is not {rough.dtype} {list(rough.shape)}"
-        )
+        raise Fault(f"{name}: {actual.dtype} {list(actual.shape)} is not {rough.dtype} {list(rough.shape)}")
     finite = values.double()[values.double().isfinite()]
     largest = max(1.0, finite.abs().max().item() if finite.numel() else 1.0, _largest(precise))
-    budget = (
-        1e-5 if actual.dtype == torch.float32 else 2 * torch.finfo(actual.dtype).eps
-    ) * largest
+    budget = (1e-5 if actual.dtype == torch.float32 else 2 * torch.finfo(actual.dtype).eps) * largest
     actual, rough, precise = actual.double(), rough.double(), precise.double()
 
     def differ(a: torch.Tensor, b: torch.Tensor, limit: float) -> torch.Tensor:
@@ -171,9 +163,7 @@ def _close(name: str, actual, rough, precise, mask, values: torch.Tensor) -> Non
     if wrong.any():
         first = wrong.nonzero()[0].tolist()
         at = tuple(first)
-        raise Fault(
-            f"{name}: {wrong.sum()} elements are wrong; {actual[at]} for {precise[at]} at {first}"
-        )
+        raise Fault(f"{name}: {wrong.sum()} elements are wrong; {actual[at]} for {precise[at]} at {first}")
 
 
 def _largest(values: torch.Tensor) -> float:
@@ -200,9 +190,7 @@ def _check_fake(call: Call, outcome: Any) -> None:
     fake = attempt(call, arguments)
     if isinstance(outcome, Exception) or isinstance(fake, Exception):
         # Without a scale's elements its device is all that the sentence can name.
-        if type(fake) is not type(outcome) or str(fake).replace("meta", "cpu") != str(
-            outcome
-        ).replace("cuda:0", "cpu"):
+        if type(fake) is not type(outcome) or str(fake).replace("meta", "cpu") != str(outcome).replace("cuda:0", "cpu"):
             raise Fault(f"the fake ends in {fake!r:.300}, the kernel in {outcome!r:.300}")
         return
     outcome, fake = ((x if isinstance(x, tuple) else (x,)) for x in (outcome, fake))

@@ -74,9 +74,7 @@ class Copy:
     def __init__(self, directory: Path) -> None:
         self.root = directory / "tree"
         command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
-        listed = subprocess.run(
-            command, cwd=ROOT, capture_output=True, check=True, text=True
-        ).stdout
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
         for name in [*filter(None, listed.split("\0")), LIBRARY]:
             if (ROOT / name).is_file():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -154,9 +152,7 @@ class Copy:
             return f"a crash (signal {-result.returncode})"
         noticed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", result.stdout, re.MULTILINE)
         if result.returncode != 1 or noticed is None:
-            raise LookupError(
-                f"its tests do not run:\n{result.stdout[-1500:]}{result.stderr[-500:]}"
-            )
+            raise LookupError(f"its tests do not run:\n{result.stdout[-1500:]}{result.stderr[-500:]}")
         return noticed.group(1)
 
 
@@ -193,9 +189,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="words of a file or of a name")
     parser.add_argument("--skip", type=int, default=0, help="leave out so many of them")
-    parser.add_argument(
-        "--list", action="store_true", help="check that every text is there, run nothing"
-    )
+    parser.add_argument("--list", action="store_true", help="check that every text is there, run nothing")
     options = parser.parse_args()
     mutants = read_mutants(Path(__file__).with_name("mutants.txt"))
     mutants = [mutant for mutant in mutants if options.only in f"{mutant.file} {mutant.name}"]

@@ -67,10 +67,7 @@ def paged_cases(draw, windows: bool = True) -> PagedCase:
         padding_rows=0 if query_lens is None else draw(st.integers(0, 3)),
         scales=draw(st.sampled_from(["none", "one", "per_head"])) if pool_dtype else "none",
         alibi=draw(st.booleans()),
-        sinks=draw(
-            st.none()
-            | st.lists(st.sampled_from([0.0, 5.0, -2.5, -torch.inf]), min_size=1, max_size=3)
-        ),
+        sinks=draw(st.none() | st.lists(st.sampled_from([0.0, 5.0, -2.5, -torch.inf]), min_size=1, max_size=3)),
         options=options,
     )
 
@@ -86,9 +83,7 @@ def long_cases(draw) -> PagedCase:
     return PagedCase(
         name="found",
         kv_lens=[length, draw(st.integers(0, 70))],
-        query_lens=draw(
-            st.none() | st.tuples(st.sampled_from([1, 2, 9, 40, 70]), st.integers(0, 2))
-        ),
+        query_lens=draw(st.none() | st.tuples(st.sampled_from([1, 2, 9, 40, 70]), st.integers(0, 2))),
         num_heads=draw(st.sampled_from([1, 3, 4])),
         num_kv_heads=1,
         head_dim=draw(st.integers(1, 20)),
@@ -107,9 +102,7 @@ def long_cases(draw) -> PagedCase:
 def write_cases(draw) -> WriteCase:
     num_blocks, block_size = draw(st.integers(0, 5)), draw(BLOCK_SIZES)
     num_slots = num_blocks * block_size
-    slots = (
-        draw(st.lists(st.integers(0, num_slots - 1), max_size=20, unique=True)) if num_slots else []
-    )
+    slots = draw(st.lists(st.integers(0, num_slots - 1), max_size=20, unique=True)) if num_slots else []
     for negative in draw(st.lists(st.sampled_from([-1, -2, -(2**31)]), max_size=3)):
         slots.insert(draw(st.integers(0, len(slots))), negative)
     pool_dtype = draw(st.sampled_from([None, E4M3, E5M2]))
@@ -128,7 +121,5 @@ def write_cases(draw) -> WriteCase:
         index_dtype=draw(INDEX_DTYPES),
         padding_rows=draw(st.integers(0, 2)),
         source=draw(st.sampled_from(["packed", "contiguous", "expanded"])),
-        scales=draw(st.sampled_from(["none", "one", "scalar", "per_head"]))
-        if pool_dtype
-        else "none",
+        scales=draw(st.sampled_from(["none", "one", "scalar", "per_head"])) if pool_dtype else "none",
     )

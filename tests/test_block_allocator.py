@@ -75,9 +75,7 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
 
 
 TestAllocatorAgainstModel = AllocatorAgainstModel.TestCase
-TestAllocatorAgainstModel.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None
-)
+TestAllocatorAgainstModel.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
 def state(allocator):
@@ -133,9 +131,7 @@ def test_a_block_named_twice_has_two_owners_more_or_less():
     assert allocator.allocate(2) == [0, 1]
 
 
-@pytest.mark.parametrize(
-    "blocks", [(0, 1), iter([0, 1]), range(2), torch.tensor([0, 1]), {0: None, 1: None}.keys()]
-)
+@pytest.mark.parametrize("blocks", [(0, 1), iter([0, 1]), range(2), torch.tensor([0, 1]), {0: None, 1: None}.keys()])
 def test_ids_come_in_any_iterable(blocks):
     allocator = BlockAllocator(2)
     allocator.allocate(2)
@@ -176,9 +172,7 @@ def test_refusals_change_nothing(method, blocks, error, sentence):
     assert state(allocator) == before
 
 
-@pytest.mark.parametrize(
-    "num_blocks,error", [(-1, ValueError), (True, TypeError), (2.0, TypeError)]
-)
+@pytest.mark.parametrize("num_blocks,error", [(-1, ValueError), (True, TypeError), (2.0, TypeError)])
 def test_constructor_refusals(num_blocks, error):
     with pytest.raises(error, match="BlockAllocator: num_blocks must"):
         BlockAllocator(num_blocks)

@@ -78,9 +78,7 @@ def decode_batch(lengths: list[int], device: str, blocks: int = 8) -> PagedBatch
 
 
 def new_cache(layers: int, device: str, num_blocks: int = 64) -> PagedKVCache:
-    cache = PagedKVCache(
-        layers, KV_HEADS, DIM, block_size=BLOCK, num_blocks=num_blocks, dtype=FP32, device=device
-    )
+    cache = PagedKVCache(layers, KV_HEADS, DIM, block_size=BLOCK, num_blocks=num_blocks, dtype=FP32, device=device)
     cache.storage.zero_()
     return cache
 

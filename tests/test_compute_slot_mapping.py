@@ -44,7 +44,12 @@ def test_padded_decode_rows_have_no_slot(device):
 @pytest.mark.parametrize(
     "lengths,sums,table,sentence",
     [
-        ([65, 1], [0, 1, 2], [[0], [1]], r"seqused_k must be in \[0, max_blocks \* block_size = 64\], got 65 at index 0"),
+        (
+            [65, 1],
+            [0, 1, 2],
+            [[0], [1]],
+            r"seqused_k must be in \[0, max_blocks \* block_size = 64\], got 65 at index 0",
+        ),
         ([1, -1], [0, 1, 2], [[0], [1]], r"seqused_k must be in .*, got -1 at index 1"),
         ([1, 1], [1, 1, 2], [[0], [1]], "cu_seqlens_q must start at 0, got 1 at index 0"),
         ([1, 1], [0, 2, 1], [[0], [1]], "cu_seqlens_q must not fall, got 1 after 2 at index 2"),

@@ -23,9 +23,7 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="the C++ kerne
 
 def run(capability: str, *command: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, VARIABLE: capability, "PYTHONPATH": str(TESTS.parent)}
-    return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=900
-    )
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=900)
 
 
 def name_of(capability: str) -> subprocess.CompletedProcess:
@@ -59,9 +57,7 @@ def test_the_best_set_is_chosen_without_the_variable():
 def test_every_set_passes_the_tests_of_values(capability):
     require(capability)
     files = [str(TESTS / f"test_{stem}.py") for stem in STEMS]
-    tests = run(
-        capability, "-m", "pytest", *files, "-q", "-x", "-k", "cpu", "-p", "no:cacheprovider"
-    )
+    tests = run(capability, "-m", "pytest", *files, "-q", "-x", "-k", "cpu", "-p", "no:cacheprovider")
     assert tests.returncode == 0, tests.stdout[-3000:]
 
 

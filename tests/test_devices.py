@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_attention_allocates_its_scratch_and_no_more(query_lens, num_splits):
         )
         batch = case.build("cuda")
         tokens, heads, dim = batch.query.shape
-        scratch[length] = bytes_beyond(lambda: attend(batch))
+        scratch[length] = bytes_beyond(partial(attend, batch))
         splits = num_splits or 64
         limit = 0 if splits == 1 else splits * tokens * heads * (dim + 2) * 4 + 512
         assert scratch[length] <= limit

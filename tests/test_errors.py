@@ -77,7 +77,9 @@ class Sentences(expecttest.TestCase):
         for case in ERRORS:
             error = refusal(getattr(torch_pagedkv, case.op), case.build("cpu"))
             lines.append(f"{case.name}: {type(error).__name__}: {error}")
-        self.assertExpectedInline("\n".join(lines), """\
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
 key_rank: ValueError: reshape_and_cache: key must have shape [num_tokens, num_kv_heads, head_dim], got [2, 8]
 key_heads: ValueError: reshape_and_cache: key must have key_cache's num_kv_heads = 2 in dimension 1, got shape [3, 4, 8]
 key_head_dim: ValueError: reshape_and_cache: key must have key_cache's head_dim = 8 in dimension 2, got shape [3, 2, 16]
@@ -210,4 +212,5 @@ sums_start: ValueError: compute_slot_mapping: cu_seqlens_q must start at 0, got 
 sums_fall: ValueError: compute_slot_mapping: cu_seqlens_q must not fall, got 2 after 3 at index 2
 sums_past_tokens: ValueError: compute_slot_mapping: cu_seqlens_q must end at or below the number of tokens 3, got 4 at index 2
 table_negative: ValueError: compute_slot_mapping: block_table must not be negative where it is used, got -1 at [0, 1]
-table_beyond_int64: ValueError: compute_slot_mapping: block_table must name blocks whose slots fit in int64, got 4611686018427387905 at [0, 1]""")
+table_beyond_int64: ValueError: compute_slot_mapping: block_table must name blocks whose slots fit in int64, got 4611686018427387905 at [0, 1]""",
+        )

@@ -10,16 +10,11 @@ import pytest
 from fuzz_calls import draw
 from fuzz_judge import judge
 
-CORPUS = [
-    json.loads(line)
-    for line in (Path(__file__).parent / "fuzz_corpus.jsonl").read_text().splitlines()
-]
+CORPUS = [json.loads(line) for line in (Path(__file__).parent / "fuzz_corpus.jsonl").read_text().splitlines()]
 SEEDS = {"cpu": 600, "cuda": 25}  # of each of the shares; on CUDA new sizes compile kernels
 
 
-@pytest.mark.parametrize(
-    "entry", CORPUS, ids=lambda entry: f"{entry['call']['op']}-{entry['found'][:40]}"
-)
+@pytest.mark.parametrize("entry", CORPUS, ids=lambda entry: f"{entry['call']['op']}-{entry['found'][:40]}")
 def test_calls_that_once_ended_badly(entry, device):
     judge(entry["call"], device)
 

@@ -24,9 +24,7 @@ def assert_all_same_bits(actual, expected) -> None:
 
 def spread(tensor: torch.Tensor, step: int) -> torch.Tensor:
     """Return a copy whose elements stand ``step`` apart in each dimension but the last of a matrix."""
-    wide = torch.full(
-        (*tensor.shape[:-1], tensor.shape[-1] * step), -7, dtype=tensor.dtype, device=tensor.device
-    )
+    wide = torch.full((*tensor.shape[:-1], tensor.shape[-1] * step), -7, dtype=tensor.dtype, device=tensor.device)
     wide[..., ::step] = tensor
     return wide[..., ::step]
 
@@ -69,9 +67,7 @@ def test_one_length_for_all_sequences(device):
 
 @pytest.mark.parametrize("pool_dtype", [E4M3, E5M2])
 def test_scales_sinks_and_slopes_of_any_stride_and_float_dtype(pool_dtype, device):
-    case = CHUNK.with_(
-        pool_dtype=pool_dtype, scales="per_head", alibi=True, sinks=[0.5, -torch.inf, 2.0, 0.25]
-    )
+    case = CHUNK.with_(pool_dtype=pool_dtype, scales="per_head", alibi=True, sinks=[0.5, -torch.inf, 2.0, 0.25])
     batch = case.build(device)
     batch.options["alibi_slopes"] = batch.options["alibi_slopes"].to(BF16).float()
     expected = attend(batch)
@@ -80,28 +76,21 @@ def test_scales_sinks_and_slopes_of_any_stride_and_float_dtype(pool_dtype, devic
         batch.options[name] = spread(batch.options[name], 2)
     assert_all_same_bits(torch_pagedkv.gather_kv(*batch.gather[0], **batch.gather[1]), gathered)
     for dtype in (FP32, BF16, torch.float16, torch.float64):
-        changed = {
-            name: spread(batch.options[name].to(dtype), 3) for name in ("sinks", "alibi_slopes")
-        }
+        changed = {name: spread(batch.options[name].to(dtype), 3) for name in ("sinks", "alibi_slopes")}
         assert_all_same_bits(attend(batch, **changed), expected)
     written = WriteCase(name="scales", dtype=BF16, pool_dtype=pool_dtype, scales="per_head")
     (args, scales, buffers), (wanted_args, wanted_scales, wanted) = (
         written.build(device),
         written.build(device),
     )
-    torch_pagedkv.reshape_and_cache(
-        *args, **{name: spread(scale, 2) for name, scale in scales.items()}
-    )
+    torch_pagedkv.reshape_and_cache(*args, **{name: spread(scale, 2) for name, scale in scales.items()})
     torch_pagedkv.reshape_and_cache(*wanted_args, **wanted_scales)
     assert_all_same_bits(buffers, wanted)
 
 
 def with_odd_strides(tensor: torch.Tensor, stride: int) -> torch.Tensor:
     """Give dimensions of one element a stride that no address depends on."""
-    strides = [
-        stride if size == 1 else own
-        for size, own in zip(tensor.shape, tensor.stride(), strict=True)
-    ]
+    strides = [stride if size == 1 else own for size, own in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
 
 
@@ -121,9 +110,7 @@ def test_dimensions_of_one_element_have_any_stride(stride, device):
         key = torch.randn((1, *batch.key_cache.shape[2:]), device=device)
         slots = torch.tensor([batch.tables[0][0] * batch.case.block_size], device=device)
         pools = (batch.key_cache, batch.value_cache)
-        torch_pagedkv.reshape_and_cache(
-            with_odd_strides(key, stride), key, *pools, with_odd_strides(slots, stride)
-        )
+        torch_pagedkv.reshape_and_cache(with_odd_strides(key, stride), key, *pools, with_odd_strides(slots, stride))
         assert_same_bits(batch.key_cache[batch.tables[0][0], 0], key[0])
 
 
@@ -143,16 +130,12 @@ def test_blocks_as_long_as_there_are_heads(layout, device):
 def test_tensors_that_end_their_memory(query_lens, lengths, device):
     """Tables without a spare column, pools without a spare block, in memory of just their size."""
     queries = query_lens and query_lens[: len(lengths)]
-    batch = DECODE.with_(kv_lens=lengths, query_lens=queries, extra_columns=0, block_size=16).build(
-        device
-    )
+    batch = DECODE.with_(kv_lens=lengths, query_lens=queries, extra_columns=0, block_size=16).build(device)
     expected = attend(batch)
     used = max(max(blocks) for blocks in batch.tables) + 1
     for name, size in (("key_cache", used), ("value_cache", used), ("query", None)):
         tensor = getattr(batch, name)[:size]
-        setattr(
-            batch, name, torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)
-        )
+        setattr(batch, name, torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor))
     table = batch.block_table.where((batch.block_table >= 0) & (batch.block_table < used), -1)
     batch.block_table = torch.empty(table.shape, dtype=table.dtype, device=device).copy_(table)
     assert_all_same_bits(attend(batch), expected)
@@ -163,16 +146,12 @@ def test_tensors_that_end_their_memory(query_lens, lengths, device):
 def test_bits_of_another_layer_change_nothing(query_lens, pool_dtype, device):
     """Memory that held float32 states, used as a pool of another dtype without being zeroed."""
     dtype = pool_dtype if pool_dtype.itemsize > 1 else FP32
-    case = CHUNK.with_(
-        kv_lens=[40, 5, 33], query_lens=query_lens, dtype=dtype, pool_dtype=pool_dtype
-    )
+    case = CHUNK.with_(kv_lens=[40, 5, 33], query_lens=query_lens, dtype=dtype, pool_dtype=pool_dtype)
     clean, used = case.build(device), case.build(device)
     for cache, source in ((used.key_cache, clean.key_cache), (used.value_cache, clean.value_cache)):
         generator = torch.Generator().manual_seed(0)
         states = torch.randn(cache.numel(), generator=generator) * 1e3
-        states.view(torch.int32)[::5] = torch.randint(
-            -(2**31), 2**31, states[::5].shape, generator=generator
-        ).int()
+        states.view(torch.int32)[::5] = torch.randint(-(2**31), 2**31, states[::5].shape, generator=generator).int()
         noise = states.view(torch.uint8)[: cache.numel() * cache.element_size()]
         cache.copy_(noise.view(cache.dtype).view(cache.shape).to(device))
         for length, blocks in zip(case.kv_lens, case.build(device).tables, strict=True):
@@ -217,9 +196,7 @@ def test_tables_of_sequences_without_a_query_are_not_read(device):
 @pytest.mark.parametrize("loud", [0, 1])
 def test_parts_of_very_different_scores(loud, query_lens, num_splits, device):
     """A sequence one half of which has scores hundreds above the other's, in any order of the parts."""
-    case = PagedCase(
-        name="loud", kv_lens=[2600], query_lens=query_lens, num_heads=2, num_kv_heads=1, head_dim=16
-    )
+    case = PagedCase(name="loud", kv_lens=[2600], query_lens=query_lens, num_heads=2, num_kv_heads=1, head_dim=16)
     batch = case.build(device)
     places = slots_of(batch.tables[0], 2600, 16)
     for position in range(1300 * loud, 1300 * loud + 1250):
@@ -228,9 +205,7 @@ def test_parts_of_very_different_scores(loud, query_lens, num_splits, device):
     out, lse = attend(batch, num_splits=num_splits)
     expected_out, expected_lse = expect(batch)
     assert lse.max() > 500 and out.isfinite().all()
-    assert_close(
-        out, expected_out, largest=200.0
-    )  # scores of thousands keep few bits after the point
+    assert_close(out, expected_out, largest=200.0)  # scores of thousands keep few bits after the point
     assert_close_lse(lse, expected_lse)
 
 
@@ -284,9 +259,7 @@ def test_rows_that_start_anywhere(pool_dtype, head_dim, device):
     torch_pagedkv.reshape_and_cache(*args, **options)
     reference.reshape_and_cache(*expected_args, **expected_options)
     assert_all_same_bits([buffer.cpu() for buffer in buffers], expected)
-    read = CHUNK.with_(head_dim=head_dim, dtype=BF16, pool_dtype=pool_dtype, layout="offset").build(
-        device
-    )
+    read = CHUNK.with_(head_dim=head_dim, dtype=BF16, pool_dtype=pool_dtype, layout="offset").build(device)
     assert_all_same_bits(attend(read), attend(read.case.with_(layout="NHD").build(device)))
 
 
@@ -311,9 +284,7 @@ def test_extreme_values_at_the_end_of_a_row(head_dim, dtype, pool_dtype, device)
     ]
     count = -(-len(values) // head_dim)
     key = torch.tensor((values * head_dim)[: count * head_dim]).view(count, 1, head_dim).to(dtype)
-    pools = [
-        torch.zeros((1, count, 1, head_dim), dtype=pool_dtype, device=device) for _ in range(2)
-    ]
+    pools = [torch.zeros((1, count, 1, head_dim), dtype=pool_dtype, device=device) for _ in range(2)]
     slots = torch.arange(count, device=device)
     torch_pagedkv.reshape_and_cache(key.to(device), key.to(device), *pools, slots)
     for pool in pools:
@@ -376,9 +347,7 @@ def test_blocks_that_lie_far_apart(block_stride, device):
     assert (keys[0, 3] == 2).all() and (keys[0, :3] == 0.5).all()
     out = torch_pagedkv.paged_attention(key, *pools, table, length, window_size=(0, 0))
     assert (out == 2).all()
-    torch_pagedkv.copy_blocks(
-        *pools, torch.tensor([1], device=device), torch.tensor([0], device=device)
-    )
+    torch_pagedkv.copy_blocks(*pools, torch.tensor([1], device=device), torch.tensor([0], device=device))
     assert_same_bits(pools[0][0], pools[0][1])
 
 
@@ -409,9 +378,7 @@ def test_written_with_scales_and_read_with_them(device):
 
 def test_decode_from_the_first_token_to_the_two_thousandth(device):
     """Growing lengths, splits chosen by the kernel: always finite, and close to none."""
-    case = PagedCase(
-        name="growing", kv_lens=[2000, 700], num_heads=2, num_kv_heads=1, head_dim=32, dtype=BF16
-    )
+    case = PagedCase(name="growing", kv_lens=[2000, 700], num_heads=2, num_kv_heads=1, head_dim=32, dtype=BF16)
     batch = case.build(device)
     steps = range(1, 2001, 7) if device == "cpu" else range(1, 2001)
     for length in steps:

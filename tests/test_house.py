@@ -134,10 +134,7 @@ def test_docstrings_of_ops_keep_the_order(stem):
     docstring = getattr(torch_pagedkv, stem).__doc__
     lines = [line.strip() for line in docstring.splitlines()]
     assert lines[0].endswith(".") and lines[1] == ""
-    places = [
-        next((i for i, line in enumerate(lines) if line.startswith(section)), None)
-        for section in SECTIONS
-    ]
+    places = [next((i for i, line in enumerate(lines) if line.startswith(section)), None) for section in SECTIONS]
     assert None not in places, dict(zip(SECTIONS, places, strict=True))
     assert places == sorted(places)
     assert ">>> " in docstring

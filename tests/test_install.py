@@ -56,9 +56,7 @@ def source_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build_wheel(source: Path, target: Path, **variables: str) -> tuple[Path, str]:
     """Build a wheel; return it and what the build printed."""
     options = ("--verbose", "--no-deps", "--no-build-isolation", "--no-index")
-    printed = run_python(
-        "-m", "pip", "wheel", *options, "-w", str(target), ".", package=source, **variables
-    )
+    printed = run_python("-m", "pip", "wheel", *options, "-w", str(target), ".", package=source, **variables)
     (wheel,) = target.glob("*.whl")
     return wheel, printed
 

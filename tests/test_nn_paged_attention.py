@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import BF16, E4M3, FP32
 
+from cases import BF16, E4M3, FP32
 from torch_pagedkv import reference
 from torch_pagedkv.cache import PagedBatch, PagedKVCache
 from torch_pagedkv.nn import PagedAttention
@@ -81,9 +81,7 @@ def test_every_option_reaches_the_op(option, device):
     _, rows = make_rows(device)
     batch = make_batch(device)
     out = make_module(**options).to(device)(*rows, make_cache(device)[0], batch)
-    torch.testing.assert_close(
-        out.cpu(), expect(rows, make_cache()[0], batch, **options), atol=2e-4, rtol=2e-4
-    )
+    torch.testing.assert_close(out.cpu(), expect(rows, make_cache()[0], batch, **options), atol=2e-4, rtol=2e-4)
     if option not in (None, "num_splits"):
         assert not torch.allclose(out.cpu(), expect(rows, make_cache()[0], batch), atol=1e-3)
 
@@ -102,9 +100,7 @@ def test_num_splits_reaches_the_op(monkeypatch):
     assert seen == [2]
 
 
-@pytest.mark.parametrize(
-    "scale", [torch.tensor(0.25), torch.tensor([0.25, 4.0])], ids=["one", "heads"]
-)
+@pytest.mark.parametrize("scale", [torch.tensor(0.25), torch.tensor([0.25, 4.0])], ids=["one", "heads"])
 def test_scales_reach_write_and_read(scale, device):
     _, rows = make_rows(device)
     batch, cache = make_batch(device), make_cache(device, E4M3)
@@ -167,10 +163,7 @@ def test_decode_steps_equal_one_prefill(device):
             step.update_([[7, 2, 9]], [1], block_size=8)
         else:
             step.advance_(block_size=8)
-        rows = [
-            torch.cat([r[t : t + 1], torch.full_like(r[:1], torch.nan)])
-            for r in (query, key, value)
-        ]
+        rows = [torch.cat([r[t : t + 1], torch.full_like(r[:1], torch.nan)]) for r in (query, key, value)]
         out = module(*rows, caches[1][0], step)
         torch.testing.assert_close(out[0], whole[t])
         assert not out[1].any()  # a padding row has no keys: a zero sink takes all the weight
@@ -222,9 +215,7 @@ BAD = [
 @pytest.mark.parametrize("arguments,error,sentence", BAD, ids=lambda value: None)
 def test_constructor_refusals(arguments, error, sentence):
     with pytest.raises(error) as caught:
-        PagedAttention(
-            **({"num_heads": HEADS, "head_dim": DIM, "num_kv_heads": KV_HEADS} | arguments)
-        )
+        PagedAttention(**({"num_heads": HEADS, "head_dim": DIM, "num_kv_heads": KV_HEADS} | arguments))
     assert str(caught.value).startswith(f"PagedAttention: {sentence}")
 
 
@@ -273,9 +264,7 @@ def test_a_cast_that_moves_moves_the_scales():
 
 def test_state_dict_round_trip():
     module = full_module()
-    other = full_module(
-        sinks=True, alibi_slopes=torch.zeros(4), k_scale=torch.ones(2), v_scale=torch.ones(())
-    )
+    other = full_module(sinks=True, alibi_slopes=torch.zeros(4), k_scale=torch.ones(2), v_scale=torch.ones(()))
     state = module.state_dict()
     assert sorted(state) == ["alibi_slopes", "k_scale", "sinks", "v_scale"]
     other.load_state_dict(state)
@@ -423,9 +412,7 @@ def test_one_captured_graph_serves_every_step():
         if step == 7:  # a sequence joins between replays
             batch.update_([*TABLES, [3, 0]], [7, 10, 1], block_size=8)
         for number, row in enumerate(rows):
-            row.copy_(
-                torch.randn(row.shape, generator=torch.Generator().manual_seed(step + number))
-            )
+            row.copy_(torch.randn(row.shape, generator=torch.Generator().manual_seed(step + number)))
         graph.replay()
         lengths = [1 + step, 4 + step] if step < 7 else [1 + step, 4 + step, step - 5]
         tables = TABLES if step < 7 else [*TABLES, [3, 0]]

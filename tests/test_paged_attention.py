@@ -66,15 +66,23 @@ def test_two_calls_give_the_same_bits(case, device):
 
 CHUNK = next(c for c in PAGED if c.name == "chunk")
 LONG = next(c for c in PAGED if c.name == "long_chunks").with_(options={"num_splits": 3})
-MIXED = [CHUNK.with_(block_size=7), LONG, CHUNK.with_(dtype=BF16, pool_dtype=E4M3, scales="per_head"), CHUNK.with_(kv_lens=[70, 1, 17, 300], query_lens=None)]
+MIXED = [
+    CHUNK.with_(block_size=7),
+    LONG,
+    CHUNK.with_(dtype=BF16, pool_dtype=E4M3, scales="per_head"),
+    CHUNK.with_(kv_lens=[70, 1, 17, 300], query_lens=None),
+]
 
 
 def refilled(batch, byte: int):
     """Rebuild the batch's pools with every byte that no sequence owns set to ``byte``."""
     changed = batch.case.build(batch.query.device.type)
     for cache, original in ((changed.key_cache, batch.key_cache), (changed.value_cache, batch.value_cache)):
-        owned = {(block, offset) for blocks, length in zip(batch.tables, batch.case.kv_lens)
-                 for block, offset in slots_of(blocks, length, batch.case.block_size)}
+        owned = {
+            (block, offset)
+            for blocks, length in zip(batch.tables, batch.case.kv_lens)
+            for block, offset in slots_of(blocks, length, batch.case.block_size)
+        }
         for block in range(cache.shape[0]):
             for offset in range(cache.shape[1]):
                 if (block, offset) in owned:
@@ -217,7 +225,7 @@ def test_decode_needs_no_causal_mask(device):
 def test_chunk_equals_single_steps(device):
     """One call with n query tokens sees what n calls with one token each see."""
     batch = PagedCase(name="steps", kv_lens=[100], query_lens=[4]).build(device)
-    out, lse = attend(batch)
+    out, _lse = attend(batch)
     for i in range(4):
         step = torch_pagedkv.paged_attention(
             batch.query[i : i + 1], batch.key_cache, batch.value_cache, batch.block_table, batch.seqused_k - 3 + i

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from cases import BF16, E4M3, E5M2, FP16, FP32
 from torch.utils import _pytree as pytree
 
+from cases import BF16, E4M3, E5M2, FP16, FP32
 from torch_pagedkv.cache import PagedKVCache
 from torch_pagedkv.ops import reshape_and_cache
 from torch_pagedkv.ops.argument_checks import MAX_HEAD_DIM
@@ -36,9 +36,7 @@ def test_pools_tile_one_allocation(layout, value_head_dim, device):
         assert pool.untyped_storage().data_ptr() == cache.storage.untyped_storage().data_ptr()
         pool.fill_(number)
     # No pool overlaps another one, and together they are all of the storage.
-    assert [int((cache.storage == number).sum()) for number in range(6)] == [
-        p.numel() for p in pools
-    ]
+    assert [int((cache.storage == number).sum()) for number in range(6)] == [p.numel() for p in pools]
     assert sum(p.numel() for p in pools) == cache.storage.numel()
     assert cache.storage.untyped_storage().nbytes() == cache.nbytes
 
@@ -69,9 +67,7 @@ def test_sizes_in_bytes(dtype):
     assert cache.dtype == dtype
     assert cache.bytes_per_block == 3 * 4 * 2 * (6 + 4) * dtype.itemsize
     assert cache.nbytes == 5 * cache.bytes_per_block
-    assert cache.nbytes == sum(
-        pool.numel() * pool.element_size() for pair in cache for pool in pair
-    )
+    assert cache.nbytes == sum(pool.numel() * pool.element_size() for pair in cache for pool in pair)
 
 
 @pytest.mark.parametrize("spare", [0, 1, 959])

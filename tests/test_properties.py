@@ -97,9 +97,7 @@ def test_a_sequence_alone_has_the_bits_that_it_has_in_its_batch(case, data, devi
 
 
 @examples(400)
-@given(
-    case=paged_cases(), layout=st.sampled_from(LAYOUTS), byte=st.sampled_from([0, 0x3C, 0x7F, 0xFF])
-)
+@given(case=paged_cases(), layout=st.sampled_from(LAYOUTS), byte=st.sampled_from([0, 0x3C, 0x7F, 0xFF]))
 def test_nothing_that_should_not_matter_changes_a_bit(case, layout, byte, device):
     """Strides, the order of blocks, and what stands where no sequence has stored anything."""
     batch = case.build(device)
@@ -193,9 +191,7 @@ def test_a_written_token_is_read_back(case, data, device):
 @given(data=st.data(), layout=st.sampled_from(LAYOUTS), index_dtype=INDEX_DTYPES)
 def test_copied_blocks_equal_indexing(data, layout, index_dtype, device):
     dtype = data.draw(DTYPES | st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]))
-    sizes = data.draw(
-        st.tuples(st.integers(1, 20), st.integers(1, 4), st.tuples(HEAD_DIMS, HEAD_DIMS))
-    )
+    sizes = data.draw(st.tuples(st.integers(1, 20), st.integers(1, 4), st.tuples(HEAD_DIMS, HEAD_DIMS)))
     order = data.draw(st.permutations(range(9)))
     targets = order[: data.draw(st.integers(0, 8))]
     sources = [data.draw(st.sampled_from(order[len(targets) :])) for _ in targets]

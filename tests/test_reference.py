@@ -33,7 +33,7 @@ def dense(batch) -> tuple[torch.Tensor, torch.Tensor]:
         if count == 0 or length == 0:
             continue
 
-        def gathered(cache, name):
+        def gathered(cache, name, length=length, blocks=blocks):
             scale = options.get(name, torch.ones(1)).double().reshape(-1, 1)
             dense = torch.zeros((length, *cache.shape[2:]), dtype=torch.float64)
             for position in range(length):

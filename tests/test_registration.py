@@ -196,10 +196,13 @@ class Schemas(expecttest.TestCase):
     def test_schemas(self):
         """The write ops mark both pools as mutated, the others nothing."""
         text = "\n".join(str(getattr(OPS, op).default._schema) for op in CALLS)
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 torch_pagedkv::reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, *, Tensor? k_scale=None, Tensor? v_scale=None) -> ()
 torch_pagedkv::paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seqused_k, Tensor? cu_seqlens_q=None, *, float? softmax_scale=None, bool causal=True, int[] window_size=-1, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, int num_splits=0) -> (Tensor, Tensor)
 torch_pagedkv::gather_kv(Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seqused_k, *, Tensor? k_scale=None, Tensor? v_scale=None, ScalarType? dtype=None) -> (Tensor, Tensor)
 torch_pagedkv::copy_blocks(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor src_blocks, Tensor dst_blocks) -> ()
 torch_pagedkv::merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)
-torch_pagedkv::compute_slot_mapping(Tensor block_table, Tensor seqused_k, Tensor? cu_seqlens_q, SymInt block_size, SymInt num_tokens) -> Tensor""")
+torch_pagedkv::compute_slot_mapping(Tensor block_table, Tensor seqused_k, Tensor? cu_seqlens_q, SymInt block_size, SymInt num_tokens) -> Tensor""",
+        )

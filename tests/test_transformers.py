@@ -30,9 +30,7 @@ FAMILIES = {
     "Qwen2": dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "Qwen3": dict(head_dim=24),
     "Mistral": dict(sliding_window=WINDOW),
-    "Gemma2": dict(
-        head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=4
-    ),
+    "Gemma2": dict(head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=4),
     "Gemma3Text": dict(
         head_dim=16,
         sliding_window=WINDOW,
@@ -54,9 +52,7 @@ FAMILIES = {
         activation_sparsity_pattern=[0.0] * 3,
     ),
     # The next two leave the window to the mask, the last has value heads of their own size.
-    "Qwen2Moe": dict(
-        use_sliding_window=True, sliding_window=WINDOW, shared_expert_intermediate_size=16, **MOE
-    ),
+    "Qwen2Moe": dict(use_sliding_window=True, sliding_window=WINDOW, shared_expert_intermediate_size=16, **MOE),
     "Phimoe": dict(sliding_window=WINDOW, num_local_experts=4),
     "DeepseekV3": dict(
         num_key_value_heads=4,
@@ -320,9 +316,7 @@ def test_refuses_dropout_and_layers_of_another_kind():
     with pytest.raises(NotImplementedError, match="or sliding_attention, got chunked_attention"):
         paged.make_cache(model.config, num_blocks=1, dtype=torch.float32, device="cpu")
     with pytest.raises(NotImplementedError, match="forward: the model's layers must be"):
-        paged.paged_attention_forward(
-            model.model.layers[0].self_attn, *[torch.zeros(1, 2, 3, 4)] * 3, None
-        )
+        paged.paged_attention_forward(model.model.layers[0].self_attn, *[torch.zeros(1, 2, 3, 4)] * 3, None)
 
 
 def test_refuses_masks_joined_with_a_rule_of_the_model():

@@ -40,9 +40,7 @@ LIMITS = {
 SPILLED = 0 if triton.__version__.startswith("3.6.") else 64
 TARGETS = {number: GPUTarget("cuda", number, 32) for number in (80, 86, 90, 100)}
 TARGETS[942] = GPUTarget("hip", "gfx942", 64)
-KERNELS = {
-    stem: importlib.import_module(f"torch_pagedkv.triton_kernels.{stem}") for stem in native.STEMS
-}
+KERNELS = {stem: importlib.import_module(f"torch_pagedkv.triton_kernels.{stem}") for stem in native.STEMS}
 
 
 class Launch:
@@ -60,9 +58,7 @@ class Launch:
 
     def compile(self, capability: int):
         backend, options, (bound, specialisation, rest) = self.specialise(capability)
-        options, signature, constants, hints = self.kernel._pack_args(
-            backend, options, bound, specialisation, rest
-        )
+        options, signature, constants, hints = self.kernel._pack_args(backend, options, bound, specialisation, rest)
         source = ASTSource(self.kernel, signature, constants, hints)
         return triton.compile(source, target=TARGETS[capability], options=options.__dict__)
 

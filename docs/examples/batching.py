@@ -71,9 +71,7 @@ class Scheduler:
             budget -= num_new
         return step
 
-    def complete(
-        self, step: list[tuple[Sequence, int]], next_tokens: list[int], is_last: Callable
-    ) -> None:
+    def complete(self, step: list[tuple[Sequence, int]], next_tokens: list[int], is_last: Callable) -> None:
         """Take the tokens that a step chose, and let go of the sequences that are finished."""
         for (sequence, num_new), token in zip(step, next_tokens, strict=True):
             sequence.num_stored += num_new
@@ -167,9 +165,7 @@ class Runner:
             [num_new for _, num_new in step],
             block_size=self.cache.block_size,
         )
-        next_tokens = self.choose_tokens(
-            self.model, self.input_ids, self.positions, self.cache, self.batch
-        )
+        next_tokens = self.choose_tokens(self.model, self.input_ids, self.positions, self.cache, self.batch)
         return next_tokens[: len(step)].tolist()
 
 

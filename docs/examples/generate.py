@@ -193,9 +193,7 @@ def check_tokens(
     pairs = zip(outcome.sequences, expected, strict=True)
     same = [sequence.generated == tokens for sequence, tokens in pairs]
     verdict = "yes" if all(same) else "no"
-    progress.finish(
-        f"tokens identical to transformers' own attention: {verdict} ({sum(same)} of {len(same)})"
-    )
+    progress.finish(f"tokens identical to transformers' own attention: {verdict} ({sum(same)} of {len(same)})")
     return all(same)
 
 

@@ -27,6 +27,5 @@ PROMPTS = (
     "Write one sentence about the sea.",
     "The list is: apples, bread, milk, eggs, coffee, rice, onions, soap. Which of these could "
     "I not eat, and which would I drink?",
-    "Explain to a child of eight why the sky is blue by day, red in the evening and black at "
-    "night.",
+    "Explain to a child of eight why the sky is blue by day, red in the evening and black at night.",
 )

@@ -8,9 +8,7 @@ import torch
 import transformers
 
 
-def generate_one_by_one(
-    model: torch.nn.Module, prompts: list[list[int]], max_new_tokens: int, show
-) -> list[list[int]]:
+def generate_one_by_one(model: torch.nn.Module, prompts: list[list[int]], max_new_tokens: int, show) -> list[list[int]]:
     """Return the greedy tokens of each prompt, each alone: no padding, no batch mates."""
     results = []
     for i, prompt in enumerate(prompts):
@@ -19,9 +17,7 @@ def generate_one_by_one(
     return results
 
 
-def time_batch(
-    model: torch.nn.Module, prompts: list[list[int]], max_new_tokens: int
-) -> tuple[int, float]:
+def time_batch(model: torch.nn.Module, prompts: list[list[int]], max_new_tokens: int) -> tuple[int, float]:
     """Return tokens and seconds of all prompts in one batch, padded left to the longest."""
     _generate(model, prompts, 2)  # whatever is done only once is done now
     start = time.perf_counter()
@@ -38,9 +34,7 @@ def end_tokens_of(model: torch.nn.Module) -> list[int]:
 
 
 @torch.no_grad()
-def _generate(
-    model: torch.nn.Module, prompts: list[list[int]], max_new_tokens: int
-) -> list[list[int]]:
+def _generate(model: torch.nn.Module, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
     end_tokens = end_tokens_of(model)
     padding = end_tokens[0] if end_tokens else 0
     width = max(map(len, prompts))

@@ -22,9 +22,7 @@ SLOW = re.compile(
     r"|layout_(unbind|layers|packed|mixed)|cpu-prefix_sums|1000.0|no_window\[cpu-0|_float(16|32)\]"
     r"|-(plain|softcap|window)-[128]\]"
 )
-GATHERED = re.compile(
-    r"e4m3_one|e5m2_none|value_dim|exact_table|block_size_7|layout_(HND|padded)|empty"
-)
+GATHERED = re.compile(r"e4m3_one|e5m2_none|value_dim|exact_table|block_size_7|layout_(HND|padded)|empty")
 collect_ignore_glob = [] if IS_INTERPRETING else ["test_*.py"]
 
 

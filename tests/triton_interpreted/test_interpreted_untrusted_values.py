@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+
 from cases import BF16, PAGED, PagedCase
 from pools import assert_same_bits
-
 from torch_pagedkv import reference
 from torch_pagedkv.triton_kernels import (
     compute_slot_mapping,

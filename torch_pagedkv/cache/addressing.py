@@ -115,9 +115,7 @@ def slots_between(block_table: Sequence[int], start: int, stop: int, block_size:
 def _locate(owner: str, block_table: Sequence[int], position: int, block_size: int) -> Location:
     block_size = check_integer(owner, "block_size", block_size, 1)
     if isinstance(block_table, (str, bytes)) or not hasattr(block_table, "__getitem__"):
-        raise TypeError(
-            f"{owner}: block_table must be a sequence of block ids, got {block_table!r}"
-        )
+        raise TypeError(f"{owner}: block_table must be a sequence of block ids, got {block_table!r}")
     if getattr(block_table, "ndim", 1) != 1:
         raise ValueError(f"{owner}: block_table must have one dimension, got {block_table.ndim}")
     limit = len(block_table) * block_size
@@ -129,11 +127,8 @@ def _locate(owner: str, block_table: Sequence[int], position: int, block_size: i
         physical_block = operator.index(block_table[logical_block])
     except TypeError:
         raise TypeError(
-            f"{owner}: block_table must hold integers, "
-            f"got {block_table[logical_block]!r} at {logical_block}"
+            f"{owner}: block_table must hold integers, got {block_table[logical_block]!r} at {logical_block}"
         ) from None
     if physical_block < 0:
-        raise ValueError(
-            f"{owner}: block_table must hold an id >= 0 at {logical_block}, got {physical_block}"
-        )
+        raise ValueError(f"{owner}: block_table must hold an id >= 0 at {logical_block}, got {physical_block}")
     return Location(logical_block, offset, physical_block, physical_block * block_size + offset)

@@ -133,9 +133,7 @@ class BlockAllocator:
         blocks = self._known("share", "blocks", blocks)
         for block in blocks:
             if self._ref_counts[block] == 0:
-                raise ValueError(
-                    f"BlockAllocator.share: blocks must be in use, got block {block}, which is free"
-                )
+                raise ValueError(f"BlockAllocator.share: blocks must be in use, got block {block}, which is free")
         for block in blocks:
             self._ref_counts[block] += 1
 
@@ -175,7 +173,5 @@ class BlockAllocator:
         blocks = check_integers(owner, name, blocks)
         for block in blocks:
             if not 0 <= block < len(self._ref_counts):
-                raise ValueError(
-                    f"{owner}: {name} must be in [0, {len(self._ref_counts)}), got {block}"
-                )
+                raise ValueError(f"{owner}: {name} must be in [0, {len(self._ref_counts)}), got {block}")
         return blocks

@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def check_integer(
-    owner: str, name: str, value: Any, minimum: int | None = None, maximum: int | None = None
-) -> int:
+def check_integer(owner: str, name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
     """Return value as an int; TypeError where it is none (a bool), ValueError out of bounds."""
     if isinstance(value, bool):
         raise TypeError(f"{owner}: {name} must be an integer, got {value!r}")
@@ -24,9 +22,7 @@ def check_integer(
     return number
 
 
-def check_integers(
-    owner: str, name: str, values: Iterable[Any], minimum: int | None = None
-) -> list[int]:
+def check_integers(owner: str, name: str, values: Iterable[Any], minimum: int | None = None) -> list[int]:
     """Return values as a list of ints, each checked as ``check_integer`` does."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{owner}: {name} must be a sequence of integers, got {values!r}")

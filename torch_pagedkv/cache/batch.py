@@ -178,9 +178,7 @@ class PagedBatch:
             return cls(
                 block_table=torch.full((num_sequences, max_blocks), NO_BLOCK, **int32),
                 seqused_k=torch.zeros(num_sequences, **int32),
-                cu_seqlens_q=None
-                if max_tokens is None
-                else torch.zeros(num_sequences + 1, **int32),
+                cu_seqlens_q=None if max_tokens is None else torch.zeros(num_sequences + 1, **int32),
                 slot_mapping=torch.full((num_tokens,), NO_SLOT, dtype=torch.int64, device=device),
             )
 
@@ -260,9 +258,7 @@ class PagedBatch:
             (tensor([21], dtype=torch.int32), tensor([36]))
         """
         if self.cu_seqlens_q is not None:
-            raise ValueError(
-                "PagedBatch.advance_: cu_seqlens_q must be None (a decode batch), got a tensor"
-            )
+            raise ValueError("PagedBatch.advance_: cu_seqlens_q must be None (a decode batch), got a tensor")
         num_sequences, max_blocks = self.block_table.shape
         lengths = self.seqused_k + self.seqused_k.clamp(0, 1)
         slots = compute_slot_mapping(self.block_table, lengths, None, block_size, num_sequences)
@@ -274,10 +270,7 @@ class PagedBatch:
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PagedBatch:
         """Return the batch on a device; tensors that are there already are not copied."""
         return PagedBatch(
-            *(
-                None if tensor is None else tensor.to(device, non_blocking=non_blocking)
-                for tensor in self._fields()
-            )
+            *(None if tensor is None else tensor.to(device, non_blocking=non_blocking) for tensor in self._fields())
         )
 
     def _fields(self) -> tuple[torch.Tensor | None, ...]:

@@ -35,9 +35,7 @@ class HostTensors(NamedTuple):
     slot_mapping: torch.Tensor
 
 
-def check_sequences(
-    owner: str, block_tables: Any, seq_lens: Any, query_lens: Any, block_size: Any
-) -> Sequences:
+def check_sequences(owner: str, block_tables: Any, seq_lens: Any, query_lens: Any, block_size: Any) -> Sequences:
     """Check the lists and find the new tokens' slots; query_lens None: one token each."""
     block_size = check_integer(owner, "block_size", block_size, 1)
     tables = _check_tables(owner, block_tables)
@@ -48,8 +46,7 @@ def check_sequences(
     for name, values in (("seq_lens", lengths), ("query_lens", queries)):
         if len(values) != len(tables):
             raise ValueError(
-                f"{owner}: {name} must have one element for each of {len(tables)} block_tables, "
-                f"got {len(values)}"
+                f"{owner}: {name} must have one element for each of {len(tables)} block_tables, got {len(values)}"
             )
     slots: list[int] = []
     for i, (table, length, query) in enumerate(zip(tables, lengths, queries, strict=True)):
@@ -61,25 +58,18 @@ def check_sequences(
         if length > torch.iinfo(torch.int32).max:
             raise ValueError(f"{owner}: seq_lens[{i}] must fit into int32, got {length}")
         if query > length:
-            raise ValueError(
-                f"{owner}: seq_lens[{i}] must include {query} new tokens, got {length}"
-            )
+            raise ValueError(f"{owner}: seq_lens[{i}] must include {query} new tokens, got {length}")
         start = length - query
         written = table[start // block_size : -(-length // block_size)] if query else ()
         if min(written, default=0) < 0:
-            raise ValueError(
-                f"{owner}: block_tables[{i}] must hold ids >= 0 for its new tokens, "
-                f"got {min(written)}"
-            )
+            raise ValueError(f"{owner}: block_tables[{i}] must hold ids >= 0 for its new tokens, got {min(written)}")
         slots.extend(slots_between(table, start, length, block_size))
     return Sequences(tables, lengths, queries, slots)
 
 
 def _check_tables(owner: str, block_tables: Iterable[Any]) -> list[array]:
     if isinstance(block_tables, (str, bytes)) or not isinstance(block_tables, Iterable):
-        raise TypeError(
-            f"{owner}: block_tables must be a sequence of lists of block ids, got {block_tables!r}"
-        )
+        raise TypeError(f"{owner}: block_tables must be a sequence of lists of block ids, got {block_tables!r}")
     tables = []
     for i, table in enumerate(block_tables):
         try:
@@ -87,13 +77,9 @@ def _check_tables(owner: str, block_tables: Iterable[Any]) -> list[array]:
                 raise TypeError
             tables.append(array("i", table.tolist() if hasattr(table, "tolist") else table))
         except TypeError:
-            raise TypeError(
-                f"{owner}: block_tables[{i}] must be a sequence of block ids, got {table!r}"
-            ) from None
+            raise TypeError(f"{owner}: block_tables[{i}] must be a sequence of block ids, got {table!r}") from None
         except OverflowError:
-            raise ValueError(
-                f"{owner}: block_tables[{i}] must hold ids that fit into int32, got {table!r}"
-            ) from None
+            raise ValueError(f"{owner}: block_tables[{i}] must hold ids that fit into int32, got {table!r}") from None
     return tables
 
 
@@ -114,9 +100,7 @@ def lay_out(
     """Lay the sequences out in CPU tensors of the given sizes, padded."""
     if pin_memory and torch.cuda.is_current_stream_capturing():
         # The graph would keep the address of host memory that is gone by the time of its replay.
-        raise RuntimeError(
-            "PagedBatch: a batch must be filled before a CUDA graph capture, not in it"
-        )
+        raise RuntimeError("PagedBatch: a batch must be filled before a CUDA graph capture, not in it")
     padding = num_sequences - len(sequences.tables)
     ids = array("i")
     for table in sequences.tables:

@@ -123,9 +123,7 @@ class PagedKVCache:
         self.head_dim = check_integer(_OWNER, "head_dim", head_dim, 1, MAX_HEAD_DIM)
         self.value_head_dim = self.head_dim
         if value_head_dim is not None:
-            self.value_head_dim = check_integer(
-                _OWNER, "value_head_dim", value_head_dim, 1, MAX_HEAD_DIM
-            )
+            self.value_head_dim = check_integer(_OWNER, "value_head_dim", value_head_dim, 1, MAX_HEAD_DIM)
         self.block_size = check_integer(_OWNER, "block_size", block_size, 1)
         if kv_layout not in _LAYOUTS:
             raise ValueError(f"{_OWNER}: kv_layout must be 'NHD' or 'HND', got {kv_layout!r}")
@@ -168,9 +166,7 @@ class PagedKVCache:
         if not isinstance(layer, (int, torch.SymInt)):
             raise TypeError(f"{_OWNER}: layer must be an integer, got {layer!r}")
         if not -self.num_layers <= layer < self.num_layers:
-            raise IndexError(
-                f"{_OWNER}: layer must be in [{-self.num_layers}, {self.num_layers}), got {layer}"
-            )
+            raise IndexError(f"{_OWNER}: layer must be in [{-self.num_layers}, {self.num_layers}), got {layer}")
         layer = layer % self.num_layers
         tokens = self.num_blocks * self.block_size * self.num_kv_heads
         key_offset = layer * tokens * self.head_dim
@@ -204,16 +200,12 @@ class PagedKVCache:
 def _choose_num_blocks(num_blocks: Any, memory_bytes: Any, bytes_per_block: int) -> int:
     if (num_blocks is None) == (memory_bytes is None):
         given = "neither" if num_blocks is None else "both"
-        raise ValueError(
-            f"{_OWNER}: exactly one of num_blocks and memory_bytes must be given, got {given}"
-        )
+        raise ValueError(f"{_OWNER}: exactly one of num_blocks and memory_bytes must be given, got {given}")
     if num_blocks is not None:
         return check_integer(_OWNER, "num_blocks", num_blocks, 0)
     budget = check_integer(_OWNER, "memory_bytes", memory_bytes, 0)
     if budget < bytes_per_block:
-        raise ValueError(
-            f"{_OWNER}: memory_bytes must hold one block of {bytes_per_block} bytes, got {budget}"
-        )
+        raise ValueError(f"{_OWNER}: memory_bytes must hold one block of {bytes_per_block} bytes, got {budget}")
     return budget // bytes_per_block
 
 
@@ -225,9 +217,7 @@ def _flatten(cache: PagedKVCache) -> tuple[list[Any], list[Any]]:
 def _flatten_with_keys(cache: PagedKVCache) -> tuple[list[Any], list[Any]]:
     leaves, geometry = _flatten(cache)
     names = ("storage", "k_scale", "v_scale")
-    return [
-        (pytree.GetAttrKey(name), leaf) for name, leaf in zip(names, leaves, strict=True)
-    ], geometry
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(names, leaves, strict=True)], geometry
 
 
 def _unflatten(leaves: Any, geometry: list[Any]) -> PagedKVCache:

@@ -49,8 +49,7 @@ def check_call(
             )
     if query.shape[0] != 1:
         raise ValueError(
-            f"{name}: query must have batch size 1 (pack the sequences: input_ids [1, T]), "
-            f"got {query.shape[0]}"
+            f"{name}: query must have batch size 1 (pack the sequences: input_ids [1, T]), got {query.shape[0]}"
         )
     if key.shape[2] != query.shape[2]:
         raise ValueError(
@@ -66,8 +65,7 @@ def check_layer_types(name: str, config: PretrainedConfig) -> None:
     unknown = sorted(set(layer_types) - _KNOWN_LAYER_TYPES)
     if unknown:
         raise NotImplementedError(
-            f"{name}: the model's layers must be full_attention or sliding_attention, "
-            f"got {', '.join(unknown)}"
+            f"{name}: the model's layers must be full_attention or sliding_attention, got {', '.join(unknown)}"
         )
 
 
@@ -80,9 +78,7 @@ def find_window(module: torch.nn.Module, sliding_window: Any, causal: bool) -> t
     if sliding_window is None:
         return -1, -1
     if sliding_window < 1:
-        raise ValueError(
-            f"paged_attention_forward: sliding_window must be >= 1 or None, got {sliding_window}"
-        )
+        raise ValueError(f"paged_attention_forward: sliding_window must be >= 1 or None, got {sliding_window}")
     if not causal:
         raise NotImplementedError(
             "paged_attention_forward: sliding_window must be None for a layer that is not causal "

@@ -110,15 +110,12 @@ class PagedAttention(nn.Module):
             self.num_kv_heads = check_integer(_OWNER, "num_kv_heads", num_kv_heads, 1)
         if self.num_heads % self.num_kv_heads != 0:
             raise ValueError(
-                f"{_OWNER}: num_heads must be a multiple of num_kv_heads = {self.num_kv_heads}, "
-                f"got {self.num_heads}"
+                f"{_OWNER}: num_heads must be a multiple of num_kv_heads = {self.num_kv_heads}, got {self.num_heads}"
             )
         self.head_dim = check_integer(_OWNER, "head_dim", head_dim, 1, MAX_HEAD_DIM)
         self.value_head_dim = self.head_dim
         if value_head_dim is not None:
-            self.value_head_dim = check_integer(
-                _OWNER, "value_head_dim", value_head_dim, 1, MAX_HEAD_DIM
-            )
+            self.value_head_dim = check_integer(_OWNER, "value_head_dim", value_head_dim, 1, MAX_HEAD_DIM)
         if not isinstance(causal, bool):
             raise TypeError(f"{_OWNER}: causal must be a bool, got {causal!r}")
         self.causal = causal
@@ -249,9 +246,7 @@ class PagedAttention(nn.Module):
         return super()._apply(keep_dtype, recurse)
 
     def _check_tensors(self, alibi_slopes: Any, sinks: Any, k_scale: Any, v_scale: Any) -> None:
-        check_optional_tensors(
-            _OWNER, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale
-        )
+        check_optional_tensors(_OWNER, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
         # The ops' own checks, against an empty query and an empty fp8 pool on the tensor's device.
         for name, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
             if tensor is not None:

@@ -72,16 +72,12 @@ def check_dtype(op: str, name: str, tensor: torch.Tensor, allowed: tuple[torch.d
     if tensor is None:  # torch.ops lets None through as an undefined tensor
         check_tensors(op, **{name: tensor})
     if tensor.dtype not in allowed:
-        raise TypeError(
-            f"{op}: {name} must have dtype {name_dtypes(allowed)}, got {name_dtypes((tensor.dtype,))}"
-        )
+        raise TypeError(f"{op}: {name} must have dtype {name_dtypes(allowed)}, got {name_dtypes((tensor.dtype,))}")
 
 
 def check_device(op: str, name: str, tensor: torch.Tensor, anchor_name: str, anchor: torch.Tensor) -> None:
     if tensor.device != anchor.device:
-        raise ValueError(
-            f"{op}: {name} must be on {anchor.device} like {anchor_name}, got {tensor.device}"
-        )
+        raise ValueError(f"{op}: {name} must be on {anchor.device} like {anchor_name}, got {tensor.device}")
 
 
 def check_rank(op: str, name: str, tensor: torch.Tensor, dims: str) -> None:
@@ -94,21 +90,15 @@ def check_rank(op: str, name: str, tensor: torch.Tensor, dims: str) -> None:
 
 def check_last_stride(op: str, name: str, tensor: torch.Tensor) -> None:
     if differ(tensor.stride(-1), 1) and exceeds(tensor.shape[-1], 1):
-        raise ValueError(
-            f"{op}: {name} must have stride 1 in its last dimension, got stride {tensor.stride(-1)}"
-        )
+        raise ValueError(f"{op}: {name} must have stride 1 in its last dimension, got stride {tensor.stride(-1)}")
 
 
 def check_size(op: str, name: str, tensor: torch.Tensor, dim: int, size: Any, what: str) -> None:
     if differ(tensor.shape[dim], size):
-        raise ValueError(
-            f"{op}: {name} must have {what} = {size} in dimension {dim}, got shape {list(tensor.shape)}"
-        )
+        raise ValueError(f"{op}: {name} must have {what} = {size} in dimension {dim}, got shape {list(tensor.shape)}")
 
 
-def check_rows(
-    op: str, name: str, tensor: torch.Tensor, dims: str, anchor_name: str, anchor: torch.Tensor
-) -> None:
+def check_rows(op: str, name: str, tensor: torch.Tensor, dims: str, anchor_name: str, anchor: torch.Tensor) -> None:
     """Check a [tokens, heads, head_dim] tensor's rank, device and last stride."""
     check_rank(op, name, tensor, dims)
     check_device(op, name, tensor, anchor_name, anchor)
@@ -117,9 +107,7 @@ def check_rows(
 
 def check_head_dim(op: str, name: str, head_dim: Any) -> None:
     if head_dim < 1 or head_dim > MAX_HEAD_DIM:
-        raise ValueError(
-            f"{op}: {name} must have a head_dim in [1, {MAX_HEAD_DIM}], got {head_dim}"
-        )
+        raise ValueError(f"{op}: {name} must have a head_dim in [1, {MAX_HEAD_DIM}], got {head_dim}")
 
 
 def check_pools(op: str, key_cache: torch.Tensor, value_cache: torch.Tensor, *, written: bool) -> None:
@@ -168,9 +156,7 @@ def _check_writable(op: str, name: str, cache: torch.Tensor) -> None:
             )
 
 
-def check_index(
-    op: str, name: str, tensor: torch.Tensor, dims: str, anchor_name: str, anchor: torch.Tensor
-) -> None:
+def check_index(op: str, name: str, tensor: torch.Tensor, dims: str, anchor_name: str, anchor: torch.Tensor) -> None:
     """Check the dtype, rank and device of a tensor of slots, block ids, lengths or prefix sums."""
     check_dtype(op, name, tensor, INDEX_DTYPES)
     check_rank(op, name, tensor, dims)
@@ -232,7 +218,7 @@ def check_per_head(op: str, name: str, tensor: torch.Tensor | None, query: torch
     """Check an optional tensor of one float for each query head."""
     if tensor is None:
         return
-    check_dtype(op, name, tensor, FLOAT_DTYPES + (torch.float64,))
+    check_dtype(op, name, tensor, (*FLOAT_DTYPES, torch.float64))
     check_rank(op, name, tensor, "[num_heads]")
     check_device(op, name, tensor, "query", query)
     check_size(op, name, tensor, 0, query.shape[1], "num_heads")

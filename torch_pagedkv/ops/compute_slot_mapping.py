@@ -94,9 +94,7 @@ def _cpu(block_table, seqused_k, cu_seqlens_q, block_size, num_tokens):
     _check(block_table, seqused_k, cu_seqlens_q, block_size, num_tokens)
     kernel = native_kernel(_NAME)
     if kernel is None:
-        return reference.compute_slot_mapping(
-            block_table, seqused_k, cu_seqlens_q, block_size, num_tokens
-        )
+        return reference.compute_slot_mapping(block_table, seqused_k, cu_seqlens_q, block_size, num_tokens)
     slot_mapping = _output(block_table, num_tokens)
     kernel(slot_mapping, block_table, seqused_k, cu_seqlens_q, block_size)
     return slot_mapping

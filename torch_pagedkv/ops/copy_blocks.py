@@ -61,9 +61,7 @@ def copy_blocks(
 
     Source: the op of this name in vLLM.
     """
-    check_tensors(
-        _NAME, key_cache=key_cache, value_cache=value_cache, src_blocks=src_blocks, dst_blocks=dst_blocks
-    )
+    check_tensors(_NAME, key_cache=key_cache, value_cache=value_cache, src_blocks=src_blocks, dst_blocks=dst_blocks)
     _OP(key_cache, value_cache, src_blocks, dst_blocks)
 
 

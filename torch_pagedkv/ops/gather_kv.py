@@ -87,9 +87,7 @@ def gather_kv(
     check_optional_tensors(_NAME, k_scale=k_scale, v_scale=v_scale)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"{_NAME}: dtype must be a torch.dtype or None, got {type(dtype).__name__}")
-    return _OP(
-        key_cache, value_cache, block_table, seqused_k, k_scale=k_scale, v_scale=v_scale, dtype=dtype
-    )
+    return _OP(key_cache, value_cache, block_table, seqused_k, k_scale=k_scale, v_scale=v_scale, dtype=dtype)
 
 
 def _check(key_cache, value_cache, block_table, seqused_k, k_scale, v_scale, dtype) -> torch.dtype:
@@ -102,9 +100,7 @@ def _check(key_cache, value_cache, block_table, seqused_k, k_scale, v_scale, dty
         dtype = torch.bfloat16 if is_fp8 else key_cache.dtype
     accepted = tuple(dict.fromkeys((*FLOAT_DTYPES, key_cache.dtype)))
     if dtype not in accepted:
-        raise TypeError(
-            f"{_NAME}: dtype must be {name_dtypes(accepted)}, got {name_dtypes((dtype,))}"
-        )
+        raise TypeError(f"{_NAME}: dtype must be {name_dtypes(accepted)}, got {name_dtypes((dtype,))}")
     check_scales(_NAME, key_cache, is_fp8 and dtype != key_cache.dtype, k_scale, v_scale)
     return dtype
 

@@ -7,11 +7,11 @@ import torch
 from torch_pagedkv import reference
 from torch_pagedkv.ops.argument_checks import (
     FLOAT_DTYPES,
+    check_device,
     check_dtype,
     check_last_stride,
     check_rank,
     check_size,
-    check_device,
     check_tensors,
 )
 from torch_pagedkv.ops.kernel_choice import native_kernel, triton_launcher

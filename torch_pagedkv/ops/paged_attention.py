@@ -171,9 +171,7 @@ def check_window(op: str, window_size: tuple[int, int]) -> None:
         window_size = tuple(window_size)
     is_pair = isinstance(window_size, tuple) and len(window_size) == 2
     if not is_pair or not all(isinstance(side, int) and -1 <= side < 2**63 for side in window_size):
-        raise ValueError(
-            f"{op}: window_size must be a pair (left, right) of integers >= -1, got {window_size!r}"
-        )
+        raise ValueError(f"{op}: window_size must be a pair (left, right) of integers >= -1, got {window_size!r}")
 
 
 def check_options(op: str, softmax_scale: float | None, softcap: float, num_splits: int) -> None:
@@ -213,8 +211,7 @@ def _check(query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, 
     num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
     if num_heads < 1 or num_heads % num_kv_heads != 0:
         raise ValueError(
-            f"{_NAME}: query must have a positive multiple of num_kv_heads = {num_kv_heads} heads, "
-            f"got {num_heads}"
+            f"{_NAME}: query must have a positive multiple of num_kv_heads = {num_kv_heads} heads, got {num_heads}"
         )
     batch = (block_table, seqused_k, cu_seqlens_q)
     check_batch(_NAME, *batch, key_cache.shape[1], "key_cache", key_cache)
@@ -230,9 +227,7 @@ def _check(query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, 
     check_scales(_NAME, key_cache, is_fp8, options.k_scale, options.v_scale)
 
 
-def _checked(
-    run: Callable[..., tuple[torch.Tensor, torch.Tensor]], *, refuses: bool = False
-) -> Callable[..., Any]:
+def _checked(run: Callable[..., tuple[torch.Tensor, torch.Tensor]], *, refuses: bool = False) -> Callable[..., Any]:
     """Put the schema's defaults and the checks before ``run(query, batch, options)``.
 
     Where it ``refuses`` by itself what the checks refuse, they are only asked for the words.

@@ -98,10 +98,10 @@ class _InferenceOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         refuse = torch.ops.torch_pagedkv._refuse_backward.default
-        return (None, None, None, None) + tuple(
-            None if shape is None else refuse(grads[0], shape[0], shape[1], ctx.op_name)
-            for shape in ctx.shapes
+        gradients = (
+            None if shape is None else refuse(grads[0], shape[0], shape[1], ctx.op_name) for shape in ctx.shapes
         )
+        return (None, None, None, None, *gradients)
 
 
 def _refuse_backward(grad: torch.Tensor, size: list[int], dtype: torch.dtype, op: str) -> torch.Tensor:

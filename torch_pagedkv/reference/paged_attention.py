@@ -95,9 +95,7 @@ def paged_attention(
     return out if precision else out.to(query.dtype), lse
 
 
-def visible_keys(
-    position: int, length: int, causal: bool, window_size: tuple[int, int]
-) -> tuple[int, int]:
+def visible_keys(position: int, length: int, causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
     """Return the range [low, high) of key positions that a query at ``position`` may see."""
     left, right = window_size
     low = max(0, position - left) if left >= 0 else 0

@@ -14,9 +14,7 @@ def per_head(scale: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     return scale.reshape(-1, 1)
 
 
-def quantise(
-    values: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None
-) -> torch.Tensor:
+def quantise(values: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
     """Return saturate(values / scale) in ``dtype``, or the values themselves where no fp8 is involved.
 
     A finite overflow or an infinity becomes the largest finite value. NaN stays NaN and takes its
@@ -31,9 +29,7 @@ def quantise(
     return torch.where(quotient.isnan(), not_a_number, stored).view(dtype)
 
 
-def dequantise(
-    stored: torch.Tensor, scale: torch.Tensor | None, precision: torch.dtype
-) -> torch.Tensor:
+def dequantise(stored: torch.Tensor, scale: torch.Tensor | None, precision: torch.dtype) -> torch.Tensor:
     """Return the values that stored elements [..., num_kv_heads, head_dim] stand for."""
     values = stored.to(precision)
     if stored.dtype in FP8_DTYPES:

@@ -94,10 +94,7 @@ def _prefix_sums(sums: torch.Tensor, num_tokens: int) -> list[Check]:
         return f"cu_seqlens_q must start at 0, got {int(sums[0])} at index 0"
 
     def fall(index: int) -> str:
-        return (
-            "cu_seqlens_q must not fall, "
-            f"got {int(sums[index + 1])} after {int(sums[index])} at index {index + 1}"
-        )
+        return f"cu_seqlens_q must not fall, got {int(sums[index + 1])} after {int(sums[index])} at index {index + 1}"
 
     def end(_: int) -> str:
         return (
@@ -140,16 +137,13 @@ def _entries(
     return Check(in_use & ((table < 0) | (table >= limit)), sentence)
 
 
-def check_block_copies(
-    op: str, src_blocks: torch.Tensor, dst_blocks: torch.Tensor, num_blocks: int
-) -> None:
+def check_block_copies(op: str, src_blocks: torch.Tensor, dst_blocks: torch.Tensor, num_blocks: int) -> None:
     """Refuse ids outside the pool, a destination named twice, and a block on both sides."""
     if src_blocks.shape[0] == 0:
         return
     sources, destinations = src_blocks.long(), dst_blocks.long()
     ids = [
-        _block_ids(name, blocks, num_blocks)
-        for name, blocks in (("src_blocks", sources), ("dst_blocks", destinations))
+        _block_ids(name, blocks, num_blocks) for name, blocks in (("src_blocks", sources), ("dst_blocks", destinations))
     ]
     ascending, order = destinations.sort(stable=True)
     repeated = torch.zeros_like(destinations, dtype=torch.bool)
@@ -170,9 +164,6 @@ def check_block_copies(
 
 def _block_ids(name: str, blocks: torch.Tensor, num_blocks: int) -> Check:
     def sentence(index: int) -> str:
-        return (
-            f"{name} must be in [0, num_blocks = {num_blocks}), "
-            f"got {int(blocks[index])} at index {index}"
-        )
+        return f"{name} must be in [0, num_blocks = {num_blocks}), got {int(blocks[index])} at index {index}"
 
     return Check((blocks < 0) | (blocks >= num_blocks), sentence)
