@@ -10,7 +10,7 @@ FUZZ_SECONDS ?= 1800
 FUZZ_SEED ?= $(shell date +%s)000000
 FUZZ_DEVICE ?= cpu
 
-.PHONY: demo test lint fuzz mutants clean
+.PHONY: demo test lint fuzz mutants sanitize clean
 
 demo: $(VENV)/ready
 	$(RUN) docs/examples/generate.py $(ARGS)
@@ -29,6 +29,10 @@ fuzz: $(VENV)/ready
 # Removes one guard at a time in a copy of the tree: some test must fail for each.
 mutants: $(VENV)/ready
 	$(RUN) tests/mutants.py $(ARGS)
+
+# Builds the C++ kernels with AddressSanitizer and UndefinedBehaviorSanitizer and runs their tests.
+sanitize: $(VENV)/ready
+	$(RUN) tests/sanitize.py $(ARGS)
 
 $(VENV)/ready: requirements.txt requirements-weights.txt pyproject.toml setup.py $(wildcard csrc/*.h csrc/cpu/*.* csrc/cpu/simd/*)
 	@echo "Making $(VENV): torch, triton and the test tools, then the C++ kernels (about a minute)"

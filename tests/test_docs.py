@@ -103,9 +103,12 @@ def test_the_contract_has_every_rule_once():
     assert any(rule.startswith("Errors") for rule in RULES)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.partition("\n")[0])
-def test_every_rule_has_a_test(rule):
-    assert proofs(rule)
+def test_a_rule_and_its_test_carry_the_same_name():
+    titles = [re.sub(r"^\d+\. ", "", rule.partition("\n")[0]) for rule in RULES]
+    tests = ["test_" + re.sub(r"[^a-z0-9]+", "_", title.lower()).strip("_") for title in titles]
+    assert tests == [name for name in functions_in("test_contract.py") if name.startswith("test_")]
+    for rule, test in zip(RULES, tests, strict=True):
+        assert ("CPU, CUDA", "test_contract.py", test) in proofs(rule)
 
 
 @pytest.mark.parametrize("backends,file,name", sorted(set(proofs(CONTRACT))))
