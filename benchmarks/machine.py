@@ -30,7 +30,7 @@ def describe() -> str:
             break
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "csrc", "torch_pagedkv")
-    capability = torch.ops.torch_pagedkv_native.cpu_capability()
+    capability = torch_pagedkv.native.cpu_capability()
     return (
         f"{model}, {torch.get_num_threads()} threads, {capability} kernels; torch {torch.__version__}; "
         f"torch_pagedkv {torch_pagedkv.__version__} at {commit}{' with changes' if changed else ''}; "

@@ -28,7 +28,7 @@ def run(capability: str, *command: str) -> subprocess.CompletedProcess:
 
 def name_of(capability: str) -> subprocess.CompletedProcess:
     """Print which kernels serve a process that the variable is given to."""
-    program = "import torch, torch_pagedkv; print(torch.ops.torch_pagedkv_native.cpu_capability())"
+    program = "import torch_pagedkv; print(torch_pagedkv.native.cpu_capability())"
     return run(capability, "-c", program)
 
 
@@ -51,6 +51,15 @@ def test_a_set_that_does_not_exist_is_refused():
 def test_the_best_set_is_chosen_without_the_variable():
     runnable = [c for c in CAPABILITIES if name_of(c).returncode == 0]
     assert name_of("").stdout.strip() == runnable[-1]
+
+
+@pytest.mark.parametrize("capability", ["baseline", "avx1024"])
+def test_the_info_command_names_the_set_in_use(capability):
+    printed = run(capability, "-m", "torch_pagedkv", "info")
+    assert printed.returncode == 0
+    sentence = f"{VARIABLE} must name kernels that this machine can run" in printed.stdout
+    assert sentence == (capability != "baseline")
+    assert ("baseline kernels on this CPU" in printed.stdout) == (capability == "baseline")
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

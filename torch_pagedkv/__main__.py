@@ -34,6 +34,8 @@ def print_info(options: argparse.Namespace) -> int:
     print(f"  library  {native['library'] or 'none'}")
     if native["compiled_with_torch"]:
         print(f"           compiled with torch {native['compiled_with_torch']}")
+    if native["cpu_capability"]:
+        print(f"           {native['cpu_capability']} kernels on this CPU")
     for device, kernels in facts["kernels"].items():
         reason = facts["why"].get(device)
         print(f"kernels on {device}{f' ({reason})' if reason else ''}")

@@ -25,7 +25,8 @@ def build_info() -> dict[str, Any]:
 
     Returns:
         A new dictionary: version, python, torch, torch_cuda (the CUDA version torch was built for,
-        or None), triton, native (library, compiled_with_torch, reason_missing), kernels, why.
+        or None), triton, native (library, compiled_with_torch, cpu_capability, reason_missing),
+        kernels, why. ``cpu_capability`` is the instruction set of the C++ kernels in use.
 
     Raises:
         Nothing.
@@ -40,9 +41,10 @@ def build_info() -> dict[str, Any]:
     library = native.library_path()
     reason_missing = native.why_missing()
     why_no_triton = _why_no_triton()
+    cpu_capability, why_no_capability = _cpu_capability()
     on_cpu = "reference" if reason_missing else "C++"
     on_cuda = None if why_no_triton else "Triton"
-    why = {"cpu": reason_missing, "cuda": why_no_triton}
+    why = {"cpu": reason_missing or why_no_capability, "cuda": why_no_triton}
     return {
         "version": VERSION,
         "python": platform.python_version(),
@@ -52,6 +54,7 @@ def build_info() -> dict[str, Any]:
         "native": {
             "library": str(library) if library else None,
             "compiled_with_torch": native.compiled_with(),
+            "cpu_capability": cpu_capability,
             "reason_missing": reason_missing,
         },
         "kernels": {
@@ -60,6 +63,16 @@ def build_info() -> dict[str, Any]:
         },
         "why": {device: reason for device, reason in why.items() if reason},
     }
+
+
+def _cpu_capability() -> tuple[str | None, str | None]:
+    """Return (the instruction set in use, why there is none)."""
+    if not native.is_available():
+        return None, None
+    try:
+        return native.cpu_capability(), None
+    except (RuntimeError, ValueError) as error:
+        return None, str(error).splitlines()[0]
 
 
 def _why_no_triton() -> str | None:

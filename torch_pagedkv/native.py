@@ -71,6 +71,11 @@ def why_missing() -> str | None:
     return None
 
 
+def cpu_capability() -> str:
+    """Return the instruction set whose kernels serve CPU tensors; raise where its variable names none."""
+    return torch.ops.torch_pagedkv_native.cpu_capability()
+
+
 def is_available() -> bool:
     """Return whether the C++ kernels serve CPU tensors in this process."""
     return why_missing() is None
