@@ -203,6 +203,7 @@ class HeadValues {
   }
 
   bool is_given() const { return data_ != nullptr; }
+  bool is_one_for_all() const { return stride_ == 0; }
   float operator[](int64_t head) const { return data_ ? data_[head * stride_] : otherwise_; }
 
  private:

@@ -16,55 +16,65 @@ constexpr int64_t kBytesToStream = 4 << 20;
 constexpr int64_t kTokensAhead = 2;
 
 // Keys into the key pool, or values into the value pool.
-struct Write {
+class Write {
+ public:
   TokenRows rows;
   Pool pool;
-  HeadValues scales;
-  bool streams;
 
-  Write(const Tensor& source, const Tensor& cache, const HeadValues& head_scales, int64_t tokens)
-      : rows(source), pool(cache), scales(head_scales) {
+  Write(const Tensor& source, const Tensor& cache, const HeadValues& scales, int64_t tokens)
+      : rows(source), pool(cache), scales_(scales) {
     const bool is_one_run =
         heads_adjoin(rows.head_stride, rows.row_bytes()) &&
         heads_adjoin(pool.head_stride, pool.row_bytes());
-    streams = rows.dtype == pool.dtype && is_one_run && tokens * token_bytes() >= kBytesToStream;
+    const bool is_copy = rows.dtype == pool.dtype;
+    runs_ = is_one_run && (is_copy || scales.is_one_for_all()) ? 1 : pool.num_kv_heads;
+    run_dim_ = pool.num_kv_heads * pool.dim / std::max<int64_t>(runs_, 1);
+    streams_ = is_copy && is_one_run && tokens * source_bytes() >= kBytesToStream;
   }
 
-  int64_t token_bytes() const { return pool.num_kv_heads * pool.row_bytes(); }
+  bool streams() const { return streams_; }
 
   void token(const Kernels& with, int64_t token, int64_t slot) const {
     char* const target = pool.at_slot(slot, 0);
     const char* const source = rows.at(token, 0);
-    if (streams) {
-      const int64_t after = std::min(token + kTokensAhead, rows.tokens - 1);
-      with.stream(target, source, rows.at(after, 0), token_bytes());
-      return;
-    }
+    const char* const ahead = rows.at(std::min(token + kTokensAhead, rows.tokens - 1), 0);
+    if (streams_) return with.stream(target, source, ahead, source_bytes());
     if (rows.dtype == pool.dtype) {
-      copy_heads(
+      return copy_heads(
           target,
           pool.head_stride,
           source,
           rows.head_stride,
           pool.num_kv_heads,
           pool.row_bytes());
-      return;
     }
-    for (int64_t head = 0; head < pool.num_kv_heads; ++head) {
+    for (int64_t run = 0; run < runs_; ++run) {
+      const int64_t offset = run * rows.head_stride;
+      fetch(ahead + offset, run_dim_ * rows.element_size);
       with.quantise(
           rows.dtype,
           pool.dtype,
-          source + head * rows.head_stride,
-          pool.dim,
-          scales[head],
-          target + head * pool.head_stride);
+          source + offset,
+          run_dim_,
+          scales_[run],
+          target + run * pool.head_stride);
     }
   }
 
  private:
+  int64_t source_bytes() const { return pool.num_kv_heads * rows.row_bytes(); }
+
   bool heads_adjoin(int64_t head_stride, int64_t row_bytes) const {
     return pool.num_kv_heads == 1 || head_stride == row_bytes;
   }
+
+  static void fetch(const char* address, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(address + line);
+  }
+
+  const HeadValues& scales_;
+  int64_t runs_, run_dim_;  // of a token's heads: one for all, or one for each
+  bool streams_;
 };
 
 // Spreads slots evenly however regular they are (equal lengths give equal offsets in blocks).
@@ -129,7 +139,7 @@ void reshape_and_cache(
       if (slot < 0 || (shares > 1 && share_of_slot(slot, shares) != share)) continue;
       write.token(with, token, slot);
     }
-    if (write.streams) with.finish_streams();
+    if (write.streams()) with.finish_streams();
   });
 }
 

@@ -71,24 +71,21 @@ inline Bits bfloat16_bits(Float x) {
   return x == x ? rounded : ((bits >> 16) | 0x40u);
 }
 
-// The arithmetic of float_to_fp8, lane by lane; `scaled`: the value divided by its scale.
+// The value of float_to_fp8, lane by lane; `scaled`: the value divided by its scale.
 template <class Format>
 inline Bits fp8_bits(Float value, Float scaled) {
   constexpr int kShift = 23 - Format::kMantissaBits;
-  constexpr uint32_t kRebias = static_cast<uint32_t>(127 - Format::kBias) << Format::kMantissaBits;
-  const Bits quotient = (Bits)scaled;
-  const Int magnitude = (Int)(quotient & 0x7FFFFFFFu);
-  const Int is_nan = magnitude > 0x7F800000;
-  constexpr int32_t kLargest = static_cast<int32_t>(Format::kLargest);
-  constexpr int32_t kSmallestNormal = static_cast<int32_t>(Format::kSmallestNormal);
-  const Int clamped = magnitude < kLargest ? magnitude : kLargest - Int{};
-  const Int is_small = clamped < kSmallestNormal;
-
-  const Bits up = (Bits)clamped + ((1u << (kShift - 1)) - 1) + (((Bits)clamped >> kShift) & 1u);
-  const Bits normal = (up >> kShift) - kRebias;
-  const Float unit = (Float)broadcast_bits(Format::kSubnormalUnit);
-  const Bits subnormal = (Bits)((Float)(clamped & is_small) + unit) - Format::kSubnormalUnit;
-  const Bits finite = is_small ? subnormal : normal;
-  const Bits sign = (is_nan ? (Bits)value : quotient) >> 24 & 0x80u;
+  constexpr uint32_t kFirstExponent = static_cast<uint32_t>(128 - Format::kBias) << Format::kMantissaBits;
+  const Bits magnitude = (Bits)scaled & 0x7FFFFFFFu;
+  const Int is_nan = (Int)magnitude > 0x7F800000;
+  const Float clamped = smaller((Float)magnitude, (Float)broadcast_bits(Format::kLargest));
+  // Adding the power of two whose last bit is worth the format's there makes the FPU round; subnormals
+  // are spaced as the smallest normals are. What is left in the low bits may carry into the exponent.
+  const Float at_least_normal = larger(clamped, (Float)broadcast_bits(Format::kSmallestNormal));
+  const Bits exponent = (Bits)at_least_normal & 0x7F800000u;
+  const Bits power = exponent + (static_cast<uint32_t>(kShift) << 23);
+  const Bits rounded = (Bits)(clamped + (Float)power) - power;
+  const Bits finite = rounded + (exponent >> kShift) - kFirstExponent;
+  const Bits sign = (is_nan ? (Bits)value : (Bits)scaled) >> 24 & 0x80u;
   return (is_nan ? broadcast_bits(0x7F) : finite) | sign;
 }
