@@ -81,6 +81,7 @@ def paged_attention(
         if alibi_slopes is not None:
             distance = torch.arange(low, high, device=query.device) - position
             scores = scores + alibi_slopes.float().to(compute)[:, None] * distance
+            scores = scores.clamp(-largest, largest)
         maximum = scores.amax(-1, keepdim=True)
         if sinks is not None:
             maximum = torch.maximum(maximum, sinks.float().to(compute)[:, None])
