@@ -22,8 +22,8 @@ inline int64_t useful_threads(int64_t items, int64_t bytes) {
 }
 
 // Calls body(thread, item, next) for every item; `thread` is below `threads` and names a scratch space
-// that no other thread has; `next` is the item that the thread takes after this one, or `items`. body
-// must not throw.
+// that no other thread has; `next` is the item that the thread takes after this one, or `items` where
+// that is not settled yet. body must not throw.
 template <class Body>
 void for_each_item_and_next(int64_t threads, int64_t items, const Body& body) {
   if (threads <= 1) {
@@ -34,10 +34,13 @@ void for_each_item_and_next(int64_t threads, int64_t items, const Body& body) {
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     const auto draw = [&] { return drawn.fetch_add(1, std::memory_order_relaxed); };
     for (int64_t thread = begin; thread < end; ++thread) {
-      int64_t next;
-      for (int64_t item = draw(); item < items; item = next) {
-        next = std::min(draw(), items);
+      int64_t item = draw();
+      while (item < items) {
+        // Nobody takes two of the last items while another thread has none.
+        const bool is_settled = drawn.load(std::memory_order_relaxed) <= items - threads;
+        const int64_t next = is_settled ? std::min(draw(), items) : items;
         body(thread, item, next);
+        item = is_settled ? next : draw();
       }
     }
   });

@@ -118,9 +118,12 @@ def choose_tokens(
 class Runner:
     """Turn what the scheduler decided into tensors, and run the model on them.
 
-    Every step has the same shapes, max_batch sequences and max_tokens new tokens, and what a step
-    does not use is padding. So one compiled graph serves all steps, whatever the lengths.
+    Every step has room for max_batch sequences, and for its new tokens rounded up to a multiple of
+    ROWS; what it does not use is padding. The number of tokens is a symbol in the compiled graph and
+    lengths are values on the device, so one graph serves all steps.
     """
+
+    ROWS = 8  # matrix products cost as much for fewer
 
     def __init__(
         self,
@@ -148,7 +151,11 @@ class Runner:
     def compile(self) -> None:
         """Compile a step, by running one without sequences: it does nothing to the pool."""
         self.choose_tokens = torch.compile(choose_tokens, fullgraph=True)
-        self.run([])
+        inputs = self._inputs(len(self.input_ids))
+        for tensor in (*inputs[:2], inputs[2].slot_mapping):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        self.batch.update_([], [], [], block_size=self.cache.block_size)
+        self._choose(inputs)
 
     def run(self, step: list[tuple[Sequence, int]]) -> list[int]:
         """Store the new tokens' keys and values, and return the next token of each sequence."""
@@ -165,8 +172,17 @@ class Runner:
             [num_new for _, num_new in step],
             block_size=self.cache.block_size,
         )
-        next_tokens = self.choose_tokens(self.model, self.input_ids, self.positions, self.cache, self.batch)
+        next_tokens = self._choose(self._inputs(len(token_ids)))
         return next_tokens[: len(step)].tolist()
+
+    def _inputs(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
+        rows = min(max(-(-num_tokens // self.ROWS), 1) * self.ROWS, len(self.input_ids))
+        batch = dataclasses.replace(self.batch, slot_mapping=self.batch.slot_mapping[:rows])
+        return self.input_ids[:rows], self.positions[:rows], batch
+
+    def _choose(self, inputs: tuple[torch.Tensor, torch.Tensor, PagedBatch]) -> torch.Tensor:
+        input_ids, positions, batch = inputs
+        return self.choose_tokens(self.model, input_ids, positions, self.cache, batch)
 
 
 @dataclasses.dataclass

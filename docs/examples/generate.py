@@ -72,9 +72,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     add("--max-new-tokens", type=int, default=48)
     add("--block-size", type=int, default=16, help="tokens in a KV block")
-    add("--num-blocks", type=int, default=40, help="KV blocks in the pool")
+    add("--num-blocks", type=int, default=64, help="KV blocks in the pool")
     add("--max-batch", type=int, default=8, help="sequences that run at once")
-    add("--max-tokens", type=int, default=16, help="new tokens that fit into a step")
+    add("--max-tokens", type=int, default=64, help="new tokens that fit into a step")
     add("--no-compile", action="store_true", help="run the model as it is")
     args = parser.parse_args()
     for name in ("max_new_tokens", "block_size", "num_blocks", "max_batch", "max_tokens"):
