@@ -26,8 +26,6 @@ def _merge_kernel(
     a_empty = log_a == float("-inf")
     b_empty = log_b == float("-inf")
     maximum = tl.maximum(log_a, log_b, propagate_nan=tl.PropagateNan.ALL)
-    # Two empty parts: -inf minus -inf would be NaN.
-    maximum = tl.where(a_empty & b_empty, 0.0, maximum)
     weight_a = tl.exp(log_a - maximum)
     weight_b = tl.exp(log_b - maximum)
     total = weight_a + weight_b
@@ -44,7 +42,8 @@ def _merge_kernel(
     summed = weight_a[:, None] * a.to(tl.float32) + weight_b[:, None] * b.to(tl.float32)
     dtype: tl.constexpr = out.dtype.element_ty
     merged = (summed / total[:, None]).to(dtype)
-    # Beside an empty part the other one stays as it is, to the bit. Two empty ones were read as 0.
+    # Beside an empty part the other one stays as it is, to the bit. Two empty ones, whose weights are
+    # NaN, were read as 0.
     merged = tl.where(b_empty[:, None], a.to(dtype), merged)
     merged = tl.where(a_empty[:, None], b.to(dtype), merged)
     tl.store(out + row[:, None] * HEAD_DIM + dim, merged, mask=mask)
