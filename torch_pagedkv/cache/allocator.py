@@ -17,17 +17,17 @@ class OutOfBlocks(RuntimeError):
         total: blocks of the allocator.
     """
 
-    def __init__(self, requested: int, free: int, total: int) -> None:
-        super().__init__(requested, free, total)
+    _SENTENCE = "BlockAllocator.allocate: n must be <= num_free = {free} of num_blocks = {total}, got {requested}"
+
+    def __init__(self, requested: int, free: int, total: int, sentence: str = _SENTENCE) -> None:
+        super().__init__(requested, free, total, sentence)
         self.requested = requested
         self.free = free
         self.total = total
+        self._sentence = sentence
 
     def __str__(self) -> str:
-        return (
-            f"BlockAllocator.allocate: n must be <= num_free = {self.free} "
-            f"of num_blocks = {self.total}, got {self.requested}"
-        )
+        return self._sentence.format(free=self.free, total=self.total, requested=self.requested)
 
 
 class BlockAllocator:
