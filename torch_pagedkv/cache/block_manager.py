@@ -201,20 +201,20 @@ class BlockManager:
             OutOfBlocks: it takes more than num_available blocks.
             ValueError, TypeError: as ``fork``, or num_tokens is negative or not an integer.
         """
-        owner = "reserve"
-        state = self._sequences.in_pool(owner, sequence)
-        num_tokens = check_integer(f"BlockManager.{owner}", "num_tokens", num_tokens, 0)
-        needed = max(blocks_for(state.num_stored + num_tokens, self.block_size) - len(state.table), 0)
+        owner = "BlockManager.reserve"
+        state = self._sequences.in_pool("reserve", sequence)
+        num_tokens = check_integer(owner, "num_tokens", num_tokens, 0)
+        needed = max(-(-(state.num_stored + num_tokens) // self.block_size) - len(state.table), 0)
         last, used = divmod(state.num_stored, self.block_size)
         is_shared = num_tokens > 0 and used > 0 and self._allocator.ref_count(state.table[last]) > 1
-        self._cache.check_available(f"BlockManager.{owner}", needed + is_shared)
-        blocks = self._cache.allocate(needed + is_shared)
         copies = []
-        if is_shared:
-            copies.append((state.table[last], blocks.pop(0)))
-            self._cache.release([state.table[last]])
-            state.table[last] = copies[0][1]
-        state.table += blocks
+        if needed or is_shared:  # seldom in decoding
+            blocks = self._cache.allocate(needed + is_shared, owner)
+            if is_shared:
+                copies.append((state.table[last], blocks.pop(0)))
+                self._cache.release([state.table[last]])
+                state.table[last] = copies[0][1]
+            state.table += blocks
         state.num_reserved = num_tokens
         return copies
 
@@ -233,12 +233,12 @@ class BlockManager:
             ValueError: more tokens than reserved, or as ``fork``.
             TypeError: a token is not an integer.
         """
-        owner = "commit"
-        state = self._sequences.in_pool(owner, sequence)
-        tokens = check_integers(f"BlockManager.{owner}", "token_ids", token_ids)
+        owner = "BlockManager.commit"
+        state = self._sequences.in_pool("commit", sequence)
+        tokens = check_integers(owner, "token_ids", token_ids)
         if len(tokens) > state.num_reserved:
             raise ValueError(
-                f"BlockManager.{owner}: token_ids must have at most the {state.num_reserved} tokens that were "
+                f"{owner}: token_ids must have at most the {state.num_reserved} tokens that were "
                 f"reserved, got {len(tokens)}"
             )
         state.num_stored += len(tokens)
@@ -309,12 +309,10 @@ class BlockManager:
             ValueError: the sequence was freed or never added, or is in the pool.
             TypeError: sequence is not an integer.
         """
-        owner = "swap_in"
-        state = self._sequences.alive(owner, sequence)
+        owner = "BlockManager.swap_in"
+        state = self._sequences.alive("swap_in", sequence)
         if state.versions is None:
-            raise ValueError(
-                f"BlockManager.{owner}: sequence must be swapped out, got {sequence}, which is in the pool"
-            )
+            raise ValueError(f"{owner}: sequence must be swapped out, got {sequence}, which is in the pool")
         first, host_blocks = state.num_released, state.table[state.num_released :]
         full = state.prefixes[1 + first :]
         kept = {
@@ -323,9 +321,7 @@ class BlockManager:
             if version is not None and prefix.version == version
         }
         needed = len(host_blocks) - len(kept)
-        self._cache.check_available(f"BlockManager.{owner}", needed, but_not=kept.values())
-        self._cache.hold(list(kept.values()))
-        new = iter(self._cache.allocate(needed))
+        new = iter(self._cache.allocate(needed, owner, keep=list(kept.values())))
         blocks = [kept[i] if i in kept else next(new) for i in range(len(host_blocks))]
         if self._prefix_caching:
             for prefix, block in zip(full, blocks):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from weakref import WeakValueDictionary
 
 from torch_pagedkv.cache.allocator import BlockAllocator, OutOfBlocks
@@ -105,7 +105,7 @@ class PrefixCache:
             self._registered[block] = prefix
             prefix.block, prefix.version = block, next(self._versions)
 
-    def hold(self, blocks: list[int]) -> None:
+    def hold(self, blocks: Sequence[int]) -> None:
         """Add an owner to blocks in use or idle."""
         self._allocator.share(blocks)
         for block in blocks:
@@ -119,17 +119,19 @@ class PrefixCache:
             if block in self._registered and self._allocator.ref_count(block) == 1:
                 self._idle[block] = None
 
-    def check_available(self, owner: str, n: int, but_not: Iterable[int] = ()) -> None:
-        """Raise OutOfBlocks unless ``allocate`` can give n blocks without evicting some blocks."""
-        available = self._allocator.num_free + len(self._idle) - sum(block in self._idle for block in but_not)
+    def allocate(self, n: int, owner: str, keep: Sequence[int] = ()) -> list[int]:
+        """Take n blocks, evicting idle ones as far as free ones do not suffice, and hold those to keep.
+
+        Raises:
+            OutOfBlocks: n blocks can not be had beside those to keep; nothing has changed.
+        """
+        available = self._allocator.num_free + len(self._idle) - sum(block in self._idle for block in keep)
         if n > available:
             sentence = (
                 f"{owner}: sequence must need <= {{free}} available blocks of num_blocks = {{total}}, got {{requested}}"
             )
             raise OutOfBlocks(n, available, self._allocator.num_blocks, sentence)
-
-    def allocate(self, n: int) -> list[int]:
-        """Take n blocks, evicting idle ones as far as free ones do not suffice; n must be available."""
+        self.hold(keep)
         while self._allocator.num_free < n:
             block, _ = self._idle.popitem(last=False)
             prefix = self._registered.pop(block)

@@ -49,13 +49,12 @@ class LiveSequences:
 
     def alive(self, method: str, number: int) -> Sequence:
         """Return a sequence in the pool or swapped out."""
-        owner = f"{self._owner}.{method}"
         if type(number) is not int:
-            number = check_integer(owner, "sequence", number)
+            number = check_integer(f"{self._owner}.{method}", "sequence", number)
         sequence = self._alive.get(number)
         if sequence is None:
             why = "freed" if 0 <= number < self._next_id else "never added"
-            raise ValueError(f"{owner}: sequence must be alive, got {number}, which was {why}")
+            raise ValueError(f"{self._owner}.{method}: sequence must be alive, got {number}, which was {why}")
         return sequence
 
     def in_pool(self, method: str, number: int) -> Sequence:
