@@ -190,6 +190,8 @@ class PagedKVCache:
         for i, (source, destination) in enumerate(pairs):
             if source == destination:
                 raise ValueError(f"{owner}: pairs[{i}] must name two blocks, got {source} twice")
+        if not pairs:
+            return
         if self.storage.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{owner}: must be called outside of a CUDA graph capture, got a call inside one")
         # The pools of all layers lie one after the other: together they are one pool of more blocks.
