@@ -1,4 +1,4 @@
-"""What the bookkeeping of blocks costs on the host, in microseconds a token, beside a bare step of nothing else.
+"""What the bookkeeping of blocks costs on the host, in microseconds a token.
 
 Decode: every sequence reserves room for a token, the batch is refilled, every sequence commits it.
 Prefill: sequences are added, store their prompts and end; with all, none or their first half found.
