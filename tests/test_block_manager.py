@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import pytest
@@ -302,6 +303,7 @@ def refused(manager, sentence, error, method, *arguments):
     with pytest.raises(error) as caught:
         getattr(manager, method)(*arguments)
     assert str(caught.value) == f"BlockManager.{method}: {sentence}"
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert (repr(manager), manager.num_host_free) == before
 
 
