@@ -338,9 +338,9 @@ class BlockManager:
         )
 
     def _register(self, state: Sequence, tokens: list[int]) -> None:
-        size, state.tail = self.block_size, state.tail + tokens
-        for start in range(0, len(state.tail) - size + 1, size):
-            prefix = self._cache.extend(state.prefixes[-1], tuple(state.tail[start : start + size]))
+        size, tail = self.block_size, state.tail + tokens  # a new list: forks have the old one
+        for start in range(0, len(tail) - size + 1, size):
+            prefix = self._cache.extend(state.prefixes[-1], tuple(tail[start : start + size]))
             self._cache.register(prefix, state.table[len(state.prefixes) - 1])
             state.prefixes.append(prefix)
-        del state.tail[: len(state.tail) // size * size]
+        state.tail = tail[len(tail) // size * size :]

@@ -15,15 +15,14 @@ class Sequence:
     prefixes: list[Prefix]  # the empty one, then one for each full block
     table: list[int]  # blocks of the pool, or of the host where swapped out
     num_stored: int
-    tail: list[int]  # the stored tokens after the last full block
+    tail: list[int]  # the stored tokens after the last full block; replaced, never altered
     num_reserved: int = 0
     num_released: int = 0  # leading blocks that the window has left behind
     versions: list[int | None] | None = None  # swapped out: what prefix caching held of each full block
 
     def fork(self, num_blocks: int) -> Sequence:
         """Return a sequence that shares the first num_blocks blocks and nothing that changes."""
-        lists = {"prefixes": self.prefixes.copy(), "table": self.table[:num_blocks], "tail": self.tail.copy()}
-        return dataclasses.replace(self, **lists)
+        return dataclasses.replace(self, prefixes=self.prefixes.copy(), table=self.table[:num_blocks])
 
 
 class LiveSequences:
