@@ -10,10 +10,13 @@ FUZZ_SECONDS ?= 1800
 FUZZ_SEED ?= $(shell date +%s)000000
 FUZZ_DEVICE ?= cpu
 
-.PHONY: demo test lint fuzz mutants sanitize clean
+.PHONY: demo serve test lint fuzz mutants sanitize clean
 
 demo: $(VENV)/ready
 	$(RUN) docs/examples/generate.py $(ARGS)
+
+serve: $(VENV)/ready
+	$(RUN) docs/examples/serve.py $(ARGS)
 
 # Two processes share the cores; the interpreter of Triton's kernels and the install tests start their own.
 test: $(VENV)/ready

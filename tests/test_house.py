@@ -82,6 +82,14 @@ def test_imports_run_one_way(path):
         assert not any(name.split(".")[0] == "triton" for name in names)
 
 
+@pytest.mark.parametrize(
+    "stem", ["addressing", "allocator", "argument_checks", "block_manager", "prefix_cache", "sequences"]
+)
+def test_who_owns_which_block_is_plain_python(stem):
+    tree = ast.parse((PACKAGE / "cache" / f"{stem}.py").read_text())
+    assert not any(name.split(".")[0] == "torch" for name in imported(tree, inside_functions=True))
+
+
 def test_nothing_optional_is_imported_with_the_package():
     program = """
         import sys, torch, torch_pagedkv

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.utils._python_dispatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from torch_pagedkv.cache import PagedBatch, slot_of
 from torch_pagedkv.ops import compute_slot_mapping
 
 BLOCK_SIZE = 16
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
 
 
 def tensors(batch):
@@ -84,6 +86,40 @@ def test_update_leaves_nothing_of_the_step_before(before, after):
     assert used.cu_seqlens_q.tolist() == exact.cu_seqlens_q.tolist() + [num_tokens] * (5 - n)
     assert bool((used.block_table[n:] == -1).all() and (used.block_table[:, width:] == -1).all())
     assert bool((used.slot_mapping[num_tokens:] == -1).all())
+
+
+class OpsOn(torch.utils._python_dispatch.TorchDispatchMode):
+    """Record the ops that run on a device, whatever they return."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.names = device, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        leaves = torch.utils._pytree.tree_leaves((args, result))
+        if any(isinstance(leaf, torch.Tensor) and leaf.device.type == self.device for leaf in leaves):
+            self.names.append(function.overloadpacket.__name__)
+        return result
+
+
+@pytest.mark.parametrize("max_tokens", [None, 16], ids=["decode", "mixed"])
+def test_update_allocates_nothing_on_the_device(max_tokens):
+    """On any device other than the host's all that runs there is a copy into each tensor."""
+    batch = PagedBatch.fixed(3, 4, max_tokens, device="meta")
+    with OpsOn("meta") as ops:
+        batch.update_([[7, 2, 9], [4]], [21, 3], block_size=16)
+    assert ops.names == ["copy_"] * sum(tensor is not None for tensor in tensors(batch))
+
+
+@needs_cuda
+def test_update_takes_no_memory_of_the_gpu():
+    batch = PagedBatch.fixed(256, 64, 512, device="cuda")
+    arguments = [list(range(64))] * 256, [1024] * 256, [2] * 256
+    batch.update_(*arguments, block_size=16)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    batch.update_(*arguments, block_size=16)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
 def test_decode_form_has_one_token_for_each_sequence(device):

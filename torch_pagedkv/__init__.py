@@ -9,9 +9,11 @@ from torch_pagedkv import cache, nn
 from torch_pagedkv.build_info import VERSION, build_info
 from torch_pagedkv.cache import (
     BlockAllocator,
+    BlockManager,
     OutOfBlocks,
     PagedBatch,
     PagedKVCache,
+    SwapSpace,
     blocks_for,
     locate,
     slot_of,
@@ -31,10 +33,12 @@ __version__ = VERSION
 
 __all__ = [
     "BlockAllocator",
+    "BlockManager",
     "OutOfBlocks",
     "PagedAttention",
     "PagedBatch",
     "PagedKVCache",
+    "SwapSpace",
     "blocks_for",
     "build_info",
     "cache",

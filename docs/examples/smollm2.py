@@ -45,7 +45,7 @@ class Loaded(NamedTuple):
     """A model in eval mode, and the way from prompts to tokens and back."""
 
     model: torch.nn.Module
-    encode: Callable[[str], list[int]]
+    encode: Callable[..., list[int]]  # (prompt, system prompt or None)
     decode: Callable[[list[int]], str]
 
 
@@ -57,10 +57,11 @@ def load(name: str | None, dtype: torch.dtype, device: str) -> Loaded:
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(source, clean_up_tokenization_spaces=False)
 
-    def encode(prompt: str) -> list[int]:
+    def encode(prompt: str, system: str | None = None) -> list[int]:
         if not tokenizer.chat_template:
-            return tokenizer(prompt)["input_ids"]
-        chat = [{"role": "user", "content": prompt}]
+            return tokenizer(f"{system}\n{prompt}" if system else prompt)["input_ids"]
+        chat = [{"role": "system", "content": system}] if system else []
+        chat.append({"role": "user", "content": prompt})
         return tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
 
     def decode(tokens: list[int]) -> str:
@@ -120,8 +121,8 @@ def _random_model(shape: dict[str, int], dtype: torch.dtype, device: str) -> Loa
     )
     model = LlamaForCausalLM(config).to(dtype=dtype, device=device).eval()
 
-    def encode(prompt: str) -> list[int]:
-        return [sum(word.encode()) % config.eos_token_id for word in prompt.split()]
+    def encode(prompt: str, system: str | None = None) -> list[int]:
+        return [sum(word.encode()) % config.eos_token_id for word in f"{system or ''} {prompt}".split()]
 
     def decode(tokens: list[int]) -> str:
         return " ".join(map(str, tokens))

@@ -8,6 +8,11 @@ from typing import NamedTuple
 
 from torch_pagedkv.cache.argument_checks import check_integer
 
+# What a block table holds where a sequence has no block: past its last one, and where blocks were
+# released. The ops never read it, and if a sequence outgrows its row all the same, a negative id
+# costs that sequence its newest token where 0 would overwrite the owner of block 0.
+NO_BLOCK = -1
+
 
 class Location(NamedTuple):
     """The place of one token; ``slot == physical_block * block_size + offset``."""

@@ -17,17 +17,17 @@ class OutOfBlocks(RuntimeError):
         total: blocks of the allocator.
     """
 
-    def __init__(self, requested: int, free: int, total: int) -> None:
-        super().__init__(requested, free, total)
+    _SENTENCE = "BlockAllocator.allocate: n must be <= num_free = {free} of num_blocks = {total}, got {requested}"
+
+    def __init__(self, requested: int, free: int, total: int, sentence: str = _SENTENCE) -> None:
+        super().__init__(requested, free, total, sentence)
         self.requested = requested
         self.free = free
         self.total = total
+        self._sentence = sentence
 
     def __str__(self) -> str:
-        return (
-            f"BlockAllocator.allocate: n must be <= num_free = {self.free} "
-            f"of num_blocks = {self.total}, got {self.requested}"
-        )
+        return self._sentence.format(free=self.free, total=self.total, requested=self.requested)
 
 
 class BlockAllocator:
@@ -97,7 +97,9 @@ class BlockAllocator:
 
     def ref_count(self, block: int) -> int:
         """Return how many owners a block has; above 1 it must be copied before it is written."""
-        return self._ref_counts[self._known("ref_count", "block", [block])[0]]
+        if type(block) is not int or not 0 <= block < len(self._ref_counts):  # asked for every token
+            (block,) = self._known("ref_count", "block", [block])
+        return self._ref_counts[block]
 
     def allocate(self, n: int) -> list[int]:
         """Take n free blocks, each with reference count 1, or none of them.

@@ -34,3 +34,19 @@ def check_integers(owner: str, name: str, values: Iterable[Any], minimum: int | 
     if are_ints and (minimum is None or all(item >= minimum for item in items)):
         return items  # thousands of ids a step: name each only where one has to be named
     return [check_integer(owner, f"{name}[{i}]", item, minimum) for i, item in enumerate(items)]
+
+
+def check_pairs(owner: str, pairs: Iterable[Any], limits: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return (source, destination) pairs of block ids as ints, each id in [0, its limit)."""
+    if isinstance(pairs, (str, bytes)) or not isinstance(pairs, Iterable):
+        raise TypeError(f"{owner}: pairs must be a sequence of (source, destination), got {pairs!r}")
+    checked = []
+    for i, pair in enumerate(pairs):
+        ids = check_integers(owner, f"pairs[{i}]", pair)
+        if len(ids) != 2:
+            raise ValueError(f"{owner}: pairs[{i}] must be a (source, destination), got {pair!r}")
+        for name, block, limit in zip(("source", "destination"), ids, limits):
+            if not 0 <= block < limit:
+                raise ValueError(f"{owner}: pairs[{i}] must have a {name} in [0, {limit}), got {block}")
+        checked.append((ids[0], ids[1]))
+    return checked

@@ -7,14 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from torch_pagedkv.cache.addressing import NO_BLOCK
 from torch_pagedkv.cache.argument_checks import check_integer
-from torch_pagedkv.cache.host_layout import (
-    NO_BLOCK,
-    NO_SLOT,
-    check_fits,
-    check_sequences,
-    lay_out,
-)
+from torch_pagedkv.cache.host_layout import NO_SLOT, check_fits, check_sequences, lay_out
 from torch_pagedkv.ops.compute_slot_mapping import compute_slot_mapping
 
 

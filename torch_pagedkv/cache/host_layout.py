@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_pagedkv.cache.addressing import slots_between
+from torch_pagedkv.cache.addressing import NO_BLOCK, slots_between
 from torch_pagedkv.cache.argument_checks import check_integer, check_integers
 
-# Padding of block tables. The ops never read it, and if a sequence outgrows its row all the same, a
-# negative id costs that sequence its newest token where 0 would overwrite the owner of block 0.
-NO_BLOCK = -1
 NO_SLOT = -1
 
 

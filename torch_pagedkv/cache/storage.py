@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_pagedkv.cache.argument_checks import check_integer
+from torch_pagedkv.cache.argument_checks import check_integer, check_pairs
 from torch_pagedkv.ops.argument_checks import (
     FP8_DTYPES,
     MAX_HEAD_DIM,
@@ -17,6 +17,7 @@ from torch_pagedkv.ops.argument_checks import (
     check_scales,
     name_dtypes,
 )
+from torch_pagedkv.ops.copy_blocks import copy_blocks
 
 _OWNER = "PagedKVCache"
 _LAYOUTS = ("NHD", "HND")
@@ -159,6 +160,52 @@ class PagedKVCache:
         """Bytes of all pools."""
         return self.num_blocks * self.bytes_per_block
 
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy blocks onto other blocks in every layer, one pair after the other.
+
+        The step of copy-on-write, bit for bit: ``key_cache[destination] = key_cache[source]`` in
+        each layer, values alike. Pairs without a chain in them are one call of the op
+        ``copy_blocks`` for all layers together.
+
+        Args:
+            pairs: (source, destination) of each copy, such as ``BlockManager.reserve`` returns. A
+                block that was a destination may be a source later on: the copies take place in
+                their order.
+
+        Raises:
+            ValueError: an id is outside the pool, or a block is to be copied onto itself; nothing
+                was copied.
+            TypeError: an id is not an integer.
+            RuntimeError: called inside a CUDA graph capture, which would keep these ids for ever.
+
+        Example:
+            >>> cache = PagedKVCache(2, 1, 1, block_size=1, num_blocks=3, dtype=torch.float32)
+            >>> _ = cache.storage.copy_(torch.arange(12))
+            >>> cache.copy_blocks([(0, 1), (1, 2)])
+            >>> cache.storage.tolist()
+            [0.0, 0.0, 0.0, 3.0, 3.0, 3.0, 6.0, 6.0, 6.0, 9.0, 9.0, 9.0]
+        """
+        owner = f"{_OWNER}.copy_blocks"
+        pairs = check_pairs(owner, pairs, (self.num_blocks, self.num_blocks))
+        for i, (source, destination) in enumerate(pairs):
+            if source == destination:
+                raise ValueError(f"{owner}: pairs[{i}] must name two blocks, got {source} twice")
+        if not pairs:
+            return
+        if self.storage.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{owner}: must be called outside of a CUDA graph capture, got a call inside one")
+        # The pools of all layers lie one after the other: together they are one pool of more blocks.
+        num_blocks = self.num_layers * self.num_blocks
+        values_at = num_blocks * self.block_size * self.num_kv_heads * self.head_dim
+        pools = self._pool(self.head_dim, 0, num_blocks), self._pool(self.value_head_dim, values_at, num_blocks)
+        layers = torch.arange(0, num_blocks, self.num_blocks or 1, device="cpu").unsqueeze(1)
+        for run in _without_chains(pairs):
+            ids = torch.tensor(run, dtype=torch.int64, device="cpu").T.unsqueeze(1) + layers
+            ids = ids.flatten(1)
+            if self.device.type == "cuda":
+                ids = ids.pin_memory()
+            copy_blocks(*pools, *ids.to(self.device, non_blocking=True))
+
     def __len__(self) -> int:
         return self.num_layers
 
@@ -184,10 +231,11 @@ class PagedKVCache:
         dims = self.head_dim + self.value_head_dim
         return self.num_layers * self.block_size * self.num_kv_heads * dims
 
-    def _pool(self, head_dim: int, offset: int) -> torch.Tensor:
+    def _pool(self, head_dim: int, offset: int, num_blocks: int | None = None) -> torch.Tensor:
         # One view straight from the flat tensor: a compiled graph then has a single input that is
         # mutated, whatever the number of layers, and writes to it in place.
-        size = (self.num_blocks, self.block_size, self.num_kv_heads, head_dim)
+        num_blocks = self.num_blocks if num_blocks is None else num_blocks
+        size = (num_blocks, self.block_size, self.num_kv_heads, head_dim)
         if self.kv_layout == "NHD":
             token_stride, head_stride = self.num_kv_heads * head_dim, head_dim
         else:
@@ -207,6 +255,22 @@ def _choose_num_blocks(num_blocks: Any, memory_bytes: Any, bytes_per_block: int)
     if budget < bytes_per_block:
         raise ValueError(f"{_OWNER}: memory_bytes must hold one block of {bytes_per_block} bytes, got {budget}")
     return budget // bytes_per_block
+
+
+def _without_chains(pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Cut copies where one needs another before it to be done, or would come before it."""
+    run: list[tuple[int, int]] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for source, destination in pairs:
+        if source in written or destination in written or destination in read:
+            yield run
+            run, read, written = [], set(), set()
+        run.append((source, destination))
+        read.add(source)
+        written.add(destination)
+    if run:
+        yield run
 
 
 def _flatten(cache: PagedKVCache) -> tuple[list[Any], list[Any]]:
