@@ -5,7 +5,7 @@ attends through a block table without gathering first; both trace whole under
 ``torch.compile(fullgraph=True)``. Importing this package initialises no device.
 """
 
-from torch_pagedkv import cache, nn
+from torch_pagedkv import cache, inspect, nn
 from torch_pagedkv.build_info import VERSION, build_info
 from torch_pagedkv.cache import (
     BlockAllocator,
@@ -42,6 +42,7 @@ __all__ = [
     "compute_slot_mapping",
     "copy_blocks",
     "gather_kv",
+    "inspect",
     "locate",
     "merge_attention_states",
     "nn",

@@ -1,0 +1,38 @@
+"""The subcommands of ``python -m torch_pagedkv`` that look inside."""
+
+from __future__ import annotations
+
+import argparse
+
+from torch_pagedkv.inspect.token_walk import explain
+from torch_pagedkv.ops.argument_checks import POOL_DTYPES, name_dtypes
+
+_DTYPES = {name_dtypes((dtype,)): dtype for dtype in POOL_DTYPES}
+
+
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommands; each sets ``run``, which takes the parsed options and returns an exit status."""
+    walk = commands.add_parser("explain", help="follow one token to its bytes, as written and as read")
+    walk.add_argument("--block-table", required=True, type=_integers, metavar="7,2,9")
+    walk.add_argument("--block-size", required=True, type=int)
+    walk.add_argument("--position", required=True, type=int)
+    walk.add_argument("--layout", default="NHD", help="NHD or HND")
+    walk.add_argument("--strides", type=_integers, metavar="BLOCK,TOKEN,HEAD", help="of a pool that is neither")
+    walk.add_argument("--num-kv-heads", type=int, default=2)
+    walk.add_argument("--num-heads", type=int, help="query heads; default: as many as KV heads")
+    walk.add_argument("--head-dim", type=int, default=64)
+    walk.add_argument("--dtype", default="bfloat16", help=", ".join(_DTYPES))
+    walk.add_argument("--length", type=int, help="tokens when it is read; default: position + 1")
+    walk.set_defaults(run=_print_walk)
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _print_walk(options: argparse.Namespace) -> int:
+    given = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
+    if given["dtype"] not in _DTYPES:
+        raise TypeError(f"explain: dtype must be {' or '.join(_DTYPES)}, got {given['dtype']}")
+    print(explain(**{**given, "dtype": _DTYPES[given["dtype"]]}))
+    return 0
