@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from torch_pagedkv.inspect.softmax_example import make_softmax_example, plot_softmax
 from torch_pagedkv.inspect.token_walk import explain
 from torch_pagedkv.ops.argument_checks import POOL_DTYPES, name_dtypes
 
@@ -25,6 +26,13 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     walk.add_argument("--length", type=int, help="tokens when it is read; default: position + 1")
     walk.set_defaults(run=_print_walk)
 
+    softmax = commands.add_parser("softmax", help="show the online softmax, tile by tile")
+    softmax.add_argument("--num-tokens", type=int, default=96)
+    softmax.add_argument("--tile", type=int, default=16, help="keys in a tile")
+    softmax.add_argument("--seed", type=int, default=0)
+    softmax.add_argument("--plot", metavar="OUT.png", help="draw it as well, with matplotlib")
+    softmax.set_defaults(run=_print_softmax)
+
 
 def _integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
@@ -35,4 +43,13 @@ def _print_walk(options: argparse.Namespace) -> int:
     if given["dtype"] not in _DTYPES:
         raise TypeError(f"explain: dtype must be {' or '.join(_DTYPES)}, got {given['dtype']}")
     print(explain(**{**given, "dtype": _DTYPES[given["dtype"]]}))
+    return 0
+
+
+def _print_softmax(options: argparse.Namespace) -> int:
+    example = make_softmax_example(options.num_tokens, options.tile, options.seed)
+    print(example)
+    if options.plot is not None:
+        plot_softmax(example, options.plot)
+        print(f"drawn into {options.plot}")
     return 0
