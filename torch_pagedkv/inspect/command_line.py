@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from torch_pagedkv.inspect.layout_map import map_layouts
 from torch_pagedkv.inspect.softmax_example import make_softmax_example, plot_softmax
 from torch_pagedkv.inspect.token_walk import explain
 from torch_pagedkv.ops.argument_checks import POOL_DTYPES, name_dtypes
@@ -33,6 +35,14 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     softmax.add_argument("--plot", metavar="OUT.png", help="draw it as well, with matplotlib")
     softmax.set_defaults(run=_print_softmax)
 
+    layout = commands.add_parser("layout", help="map a block in NHD and in HND")
+    layout.add_argument("--block-size", required=True, type=int)
+    layout.add_argument("--num-kv-heads", type=int, default=2)
+    layout.add_argument("--head-dim", type=int, default=64)
+    layout.add_argument("--offset", type=int, help="a token of the block to mark")
+    layout.add_argument("--svg", type=Path, metavar="OUT.svg", help="draw it as well")
+    layout.set_defaults(run=_print_layouts)
+
 
 def _integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
@@ -52,4 +62,16 @@ def _print_softmax(options: argparse.Namespace) -> int:
     if options.plot is not None:
         plot_softmax(example, options.plot)
         print(f"drawn into {options.plot}")
+    return 0
+
+
+def _print_layouts(options: argparse.Namespace) -> int:
+    maps = map_layouts(options.block_size, options.num_kv_heads, options.head_dim, offset=options.offset)
+    print(maps)
+    if options.svg is not None:
+        try:
+            options.svg.write_text(maps.svg())
+        except OSError as error:
+            raise ValueError(f"layout: svg must name a file that can be written, got {options.svg} ({error})") from None
+        print(f"drawn into {options.svg}")
     return 0

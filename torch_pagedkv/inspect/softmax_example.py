@@ -103,7 +103,7 @@ def plot_softmax(example: SoftmaxExample, path: str) -> None:
     errors.semilogy(ends, [max(d, 1e-9) for d in example.distances], "o-", label="out so far, largest difference")
     errors.set(xlabel=f"keys seen, in tiles of {tile}")
     for axis in (scores, sums, errors):
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="lower right")
         for end in ends:
             axis.axvline(end, color="0.9", zorder=0)
     try:
