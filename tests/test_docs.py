@@ -1,4 +1,4 @@
-"""What the documents say: programs run as they stand, doctests pass, what is named exists."""
+"""What the documents say: programs and commands run as they stand, doctests pass, what is named exists."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 import torch_pagedkv
 from torch_pagedkv import native
+from torch_pagedkv.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -36,6 +38,25 @@ def test_readme_programs_run_as_they_stand(program):
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_doctests_of_pages(page):
     assert doctest.testfile(str(page), module_relative=False, encoding="utf-8").failed == 0
+
+
+COMMANDS = [
+    pytest.param(page, *parts, id=f"{relative(page)}-{i}")
+    for page in PAGES
+    for i, parts in enumerate(
+        re.findall(r"^```console\n\$ ([^\n]*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    )
+]
+
+
+@pytest.mark.parametrize("page,command,printed", COMMANDS)
+def test_commands_print_what_pages_say(page, command, printed, capsys, monkeypatch, tmp_path):
+    """Each console block is one command of the package and all that it prints."""
+    monkeypatch.chdir(tmp_path)
+    program, *arguments = shlex.split(command.removeprefix("python -m "))
+    assert program == "torch_pagedkv"
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == printed
 
 
 def modules() -> list[str]:
