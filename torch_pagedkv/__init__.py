@@ -16,7 +16,7 @@ from torch_pagedkv.cache import (
     locate,
     slot_of,
 )
-from torch_pagedkv.nn import PagedAttention
+from torch_pagedkv.nn import PagedAttention, cascade_attention
 from torch_pagedkv.ops import (
     compute_slot_mapping,
     copy_blocks,
@@ -38,6 +38,7 @@ __all__ = [
     "blocks_for",
     "build_info",
     "cache",
+    "cascade_attention",
     "checks",
     "compute_slot_mapping",
     "copy_blocks",
