@@ -10,7 +10,7 @@ FUZZ_SECONDS ?= 1800
 FUZZ_SEED ?= $(shell date +%s)000000
 FUZZ_DEVICE ?= cpu
 
-.PHONY: demo test lint fuzz mutants clean
+.PHONY: demo test lint fuzz mutants docs clean
 
 demo: $(VENV)/ready
 	$(RUN) docs/examples/generate.py $(ARGS)
@@ -29,6 +29,15 @@ fuzz: $(VENV)/ready
 # Removes one guard at a time in a copy of the tree: some test must fail for each.
 mutants: $(VENV)/ready
 	$(RUN) tests/mutants.py $(ARGS)
+
+# The site, into build/site; a link that leads nowhere stops it.
+docs: build/docs-venv/ready
+	build/docs-venv/bin/mkdocs build --strict
+
+build/docs-venv/ready: requirements-docs.txt
+	$(PYTHON) -m venv build/docs-venv
+	build/docs-venv/bin/pip install --quiet --requirement requirements-docs.txt
+	touch $@
 
 $(VENV)/ready: requirements.txt requirements-weights.txt pyproject.toml setup.py $(wildcard csrc/*.h csrc/cpu/*.* csrc/cpu/simd/*)
 	@echo "Making $(VENV): torch, triton and the test tools, then the C++ kernels (about a minute)"

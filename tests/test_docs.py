@@ -157,3 +157,32 @@ def test_pages_of_ops_show_the_signature(stem):
     rows = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
     described = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert described >= set(parameters)
+
+
+def described_arguments(docstring: str) -> dict[str, str]:
+    """What a docstring says under Args of each parameter."""
+    section = inspect.cleandoc(docstring).partition("\nArgs:\n")[2].partition("\nReturns:")[0]
+    entries = re.findall(r"^    ([\w, ]+?): (.*?)(?=^    \w|^\S|\Z)", section, re.MULTILINE | re.DOTALL)
+    return {name.strip(): " ".join(text.split()) for names, text in entries for name in names.split(",")}
+
+
+@pytest.mark.parametrize("stem", native.STEMS)
+def test_pages_of_ops_say_what_docstrings_say(stem):
+    """Page and docstring describe the same arguments, with the same shapes and the same kinds of integers."""
+    described = described_arguments(getattr(torch_pagedkv, stem).__doc__)
+    page = (ROOT / f"docs/ops/{stem}.md").read_text()
+    rows = re.findall(r"^\| (`.*?`) \| (.*?) \| (.*?) \|", page, re.MULTILINE)
+    assert rows
+    for names, shape, dtype in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            for part in re.findall(r"\[[^\]]*\]", shape):
+                assert part in described[name], f"{name}: {part} is not in its docstring"
+            for part in re.findall(r"\b(?:float|bfloat|int)\w+", dtype):
+                assert part in described[name], f"{name}: {part} is not in its docstring"
+
+
+def test_the_site_has_every_page():
+    """mkdocs.yml names each page once; it is read as text, as the site's tools are not installed here."""
+    named = re.findall(r"^ +- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    assert sorted(named) == sorted(pages)
