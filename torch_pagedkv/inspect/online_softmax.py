@@ -223,13 +223,16 @@ def _stack(states: list[SoftmaxState]) -> SoftmaxState:
 
 
 def _triton_states(batch, num_tiles, tile, scale, softcap, k_scale, v_scale) -> list[SoftmaxState]:
-    from torch_pagedkv.ops.kernel_choice import triton_launcher
-
+    try:
+        from torch_pagedkv.triton_kernels.softmax_trace import launch
+    except ImportError as error:
+        raise NotImplementedError(
+            f"{_OWNER}: kernel must be 'torch' where Triton cannot be imported, got 'triton' ({error})"
+        ) from error
     query, _, value_cache = batch[:3]
     rows = (num_tiles, *query.shape[:2])
     maximum, denominator = (query.new_empty(rows, dtype=torch.float32) for _ in range(2))
     accumulator = query.new_empty((*rows, value_cache.shape[3]), dtype=torch.float32)
-    launch = triton_launcher("softmax_trace")
     if num_tiles and query.numel():
         launch(maximum, denominator, accumulator, *batch, scale, softcap, k_scale, v_scale, tile)
     return [SoftmaxState(*state) for state in zip(maximum, denominator, accumulator, strict=True)]
