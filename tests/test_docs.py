@@ -1,4 +1,4 @@
-"""What the documents say: programs run as they stand, doctests pass, what is named exists."""
+"""What the documents say: programs and commands run as they stand, doctests pass, what is named exists."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 import torch_pagedkv
 from torch_pagedkv import native
+from torch_pagedkv.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -36,6 +38,25 @@ def test_readme_programs_run_as_they_stand(program):
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_doctests_of_pages(page):
     assert doctest.testfile(str(page), module_relative=False, encoding="utf-8").failed == 0
+
+
+COMMANDS = [
+    pytest.param(page, *parts, id=f"{relative(page)}-{i}")
+    for page in PAGES
+    for i, parts in enumerate(
+        re.findall(r"^```console\n\$ ([^\n]*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    )
+]
+
+
+@pytest.mark.parametrize("page,command,printed", COMMANDS)
+def test_commands_print_what_pages_say(page, command, printed, capsys, monkeypatch, tmp_path):
+    """Each console block is one command of the package and all that it prints."""
+    monkeypatch.chdir(tmp_path)
+    program, *arguments = shlex.split(command.removeprefix("python -m "))
+    assert program == "torch_pagedkv"
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == printed
 
 
 def modules() -> list[str]:
@@ -139,3 +160,32 @@ def test_pages_of_ops_show_the_signature(stem):
     rows = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
     described = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert described >= set(parameters)
+
+
+def described_arguments(docstring: str) -> dict[str, str]:
+    """What a docstring says under Args of each parameter."""
+    section = inspect.cleandoc(docstring).partition("\nArgs:\n")[2].partition("\nReturns:")[0]
+    entries = re.findall(r"^    ([\w, ]+?): (.*?)(?=^    \w|^\S|\Z)", section, re.MULTILINE | re.DOTALL)
+    return {name.strip(): " ".join(text.split()) for names, text in entries for name in names.split(",")}
+
+
+@pytest.mark.parametrize("stem", native.STEMS)
+def test_pages_of_ops_say_what_docstrings_say(stem):
+    """Page and docstring describe the same arguments, with the same shapes and the same kinds of integers."""
+    described = described_arguments(getattr(torch_pagedkv, stem).__doc__)
+    page = (ROOT / f"docs/ops/{stem}.md").read_text()
+    rows = re.findall(r"^\| (`.*?`) \| (.*?) \| (.*?) \|", page, re.MULTILINE)
+    assert rows
+    for names, shape, dtype in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            for part in re.findall(r"\[[^\]]*\]", shape):
+                assert part in described[name], f"{name}: {part} is not in its docstring"
+            for part in re.findall(r"\b(?:float|bfloat|int)\w+", dtype):
+                assert part in described[name], f"{name}: {part} is not in its docstring"
+
+
+def test_the_site_has_every_page():
+    """mkdocs.yml names each page once; it is read as text, as the site's tools are not installed here."""
+    named = re.findall(r"^ +- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    assert sorted(named) == sorted(pages)

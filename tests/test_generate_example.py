@@ -43,6 +43,14 @@ def test_check_of_another_dtype_is_made_in_float32(monkeypatch, capsys):
     assert "both run again in float32" in printed and "yes (2 of 2)" in printed
 
 
+def test_draws_the_pool_over_time(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "pool.svg"
+    run = ("--no-compile", "--max-new-tokens", "4", "--prompt", "a lone word", "--pool-svg", str(path))
+    assert run_example(monkeypatch, *run) == 0
+    assert f"drawn in {path}" in capsys.readouterr().out
+    assert "sequence A" in path.read_text() and path.read_text().startswith("<svg ")
+
+
 def test_fails_when_a_token_differs(monkeypatch, capsys):
     import generate
 

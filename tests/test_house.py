@@ -23,13 +23,14 @@ ROOMS = {
     "tests": "tests/test_{}.py",
     "docs/ops": "docs/ops/{}.md",
 }
-# What a room may import of the package; ops may import triton_kernels inside of functions too.
+# What a room may import of the package; ops and inspect may import triton_kernels inside of functions too.
 ALLOWED = {
     "reference": {"reference"},
     "triton_kernels": {"triton_kernels"},
     "ops": {"ops", "reference", "native"},
     "cache": {"cache", "ops"},
     "nn": {"nn", "cache", "ops"},
+    "inspect": {"inspect", "cache", "ops"},
     "integrations": {"integrations", "nn", "cache", "ops", ""},
 }
 SECTIONS = ("Args:", "Returns:", "Raises:", "Not checked:", "Example:", "Source:")
@@ -77,7 +78,7 @@ def test_imports_run_one_way(path):
     room = path.relative_to(PACKAGE).parts[0]
     assert rooms_of(imported(tree, inside_functions=False)) <= ALLOWED[room]
     names = imported(tree, inside_functions=True)
-    assert rooms_of(names) <= ALLOWED[room] | ({"triton_kernels"} if room == "ops" else set())
+    assert rooms_of(names) <= ALLOWED[room] | ({"triton_kernels"} if room in ("ops", "inspect") else set())
     if room != "triton_kernels":
         assert not any(name.split(".")[0] == "triton" for name in names)
 

@@ -42,6 +42,25 @@ def test_cpu_works_without_triton(blocked):
     assert run(program, TORCH_PAGEDKV_DISABLE_NATIVE=blocked).split() == [kernel, "None"]
 
 
+def test_inspect_needs_no_triton():
+    """Lanes and tiles come from shapes; only the traced kernel has to be there."""
+    program = """
+        import torch
+        from torch_pagedkv import inspect
+        print(inspect.explain([7, 2, 9], 16, 20).meets)
+        cache = torch.zeros(1, 4, 1, 8)
+        batch = (torch.zeros(1, 1, 8), cache, cache, torch.tensor([[0]]), torch.tensor([4]))
+        print(len(inspect.trace_softmax(*batch)))
+        try:
+            inspect.trace_softmax(*batch, kernel="triton")
+        except NotImplementedError as error:
+            print(error)
+    """
+    lines = run(program).splitlines()
+    assert lines[:2] == ["True", "1"]
+    assert lines[2].startswith("trace_softmax: kernel must be 'torch' where Triton cannot be imported, got 'triton'")
+
+
 def test_cuda_without_triton_names_what_is_missing():
     program = """
         from torch_pagedkv.ops.kernel_choice import triton_launcher

@@ -63,23 +63,23 @@ class Launch:
         return triton.compile(source, target=TARGETS[capability], options=options.__dict__)
 
 
-@pytest.fixture
-def record(monkeypatch):
+def recorded_launches(stem: str, *arguments, capability: int = 90) -> list[Launch]:
     """Call a stem's launch; return the launches of its kernels."""
+    launches = []
 
-    def call(stem: str, *arguments, capability: int = 90) -> list[Launch]:
-        launches = []
+    def run(kernel, *values, grid, warmup, **options):
+        launches.append(Launch(kernel, values, options, grid))
 
-        def run(kernel, *values, grid, warmup, **options):
-            launches.append(Launch(kernel, values, options, grid))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        patch.setattr(KERNELS["paged_attention"], "device_limits", lambda _: LIMITS[capability])
+        KERNELS[stem].launch(*arguments)
+    return launches
 
-        with monkeypatch.context() as patch:
-            patch.setattr(JITFunction, "run", run)
-            patch.setattr(KERNELS["paged_attention"], "device_limits", lambda _: LIMITS[capability])
-            KERNELS[stem].launch(*arguments)
-        return launches
 
-    return call
+@pytest.fixture
+def record():
+    return recorded_launches
 
 
 def disassemble(compiled, tmp_path) -> tuple[str, int, int]:

@@ -5,7 +5,7 @@ attends through a block table without gathering first; both trace whole under
 ``torch.compile(fullgraph=True)``. Importing this package initialises no device.
 """
 
-from torch_pagedkv import cache, nn
+from torch_pagedkv import cache, inspect, nn
 from torch_pagedkv.build_info import VERSION, build_info
 from torch_pagedkv.cache import (
     BlockAllocator,
@@ -18,7 +18,7 @@ from torch_pagedkv.cache import (
     locate,
     slot_of,
 )
-from torch_pagedkv.nn import PagedAttention
+from torch_pagedkv.nn import PagedAttention, cascade_attention
 from torch_pagedkv.ops import (
     compute_slot_mapping,
     copy_blocks,
@@ -42,10 +42,12 @@ __all__ = [
     "blocks_for",
     "build_info",
     "cache",
+    "cascade_attention",
     "checks",
     "compute_slot_mapping",
     "copy_blocks",
     "gather_kv",
+    "inspect",
     "locate",
     "merge_attention_states",
     "nn",

@@ -1,4 +1,4 @@
-"""Command line: ``python -m torch_pagedkv info``."""
+"""Command line: ``python -m torch_pagedkv info``, and what looks inside: ``explain``, ``softmax``, ``layout``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from torch_pagedkv.build_info import build_info
+from torch_pagedkv.inspect import command_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,8 +17,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info = commands.add_parser("info", help="say what this installation is made of")
     info.add_argument("--json", action="store_true", help="print it as JSON")
     info.set_defaults(run=print_info)
+    command_line.add_commands(commands)
     options = parser.parse_args(arguments)
-    return options.run(options)
+    try:
+        return options.run(options)
+    except (TypeError, ValueError, NotImplementedError) as error:  # the sentences of refused arguments
+        print(error, file=sys.stderr)
+        return 2
 
 
 def print_info(options: argparse.Namespace) -> int:

@@ -197,6 +197,7 @@ class Outcome:
     longest: int = 0  # tokens in the pool of any one sequence
     num_preempted: int = 0
     most_running: int = 0
+    owners: list[dict[int, str]] = dataclasses.field(default_factory=list)  # in each step
     fullest: dict[int, str] = dataclasses.field(default_factory=dict)  # block -> owner
     fullest_lengths: dict[str, int] = dataclasses.field(default_factory=dict)
     fullest_step: int = 0
@@ -230,6 +231,7 @@ def generate(
         outcome.longest = max(outcome.longest, *(s.num_stored + n for s, n in step))
         outcome.most_running = max(outcome.most_running, len(scheduler.running))
         owners = {block: s.name for s in scheduler.running for block in s.blocks}
+        outcome.owners.append(owners)
         if len(owners) > len(outcome.fullest):
             outcome.fullest, outcome.fullest_step = owners, len(outcome.step_sizes)
             outcome.fullest_lengths = {s.name: s.num_stored for s in scheduler.running}

@@ -1,4 +1,4 @@
-"""What the example shows on a terminal: a live line while it works, and a drawing of the pool."""
+"""What the example shows on a terminal while it works: a live line."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-_COLUMNS = 64
-_COLOURS = (31, 32, 33, 34, 35, 36, 91, 92, 93, 94, 95, 96)
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -55,19 +53,3 @@ class Progress:
             is_done.set()
             ticker.join()
         self.finish(f"{text}: {time.monotonic() - start:.1f} s")
-
-
-def draw_pool(owners: Mapping[int, str], num_blocks: int, *, use_colour: bool) -> str:
-    """Draw each block of the pool as the letter of the sequence that owns it; free ones as dots."""
-    names = sorted(set(owners.values()))
-    lines = []
-    for start in range(0, num_blocks, _COLUMNS):
-        cells = []
-        for block in range(start, min(start + _COLUMNS, num_blocks)):
-            cell = owners.get(block, ".")
-            if use_colour and cell != ".":
-                colour = _COLOURS[names.index(cell) % len(_COLOURS)]
-                cell = f"\033[{colour}m{cell}\033[0m"
-            cells.append(cell)
-        lines.append(f"  {start:5d}  {''.join(cells)}")
-    return "\n".join(lines)

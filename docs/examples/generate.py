@@ -25,13 +25,14 @@ os.environ.setdefault("TQDM_DISABLE", "1")  # there is a live line of our own
 
 import torch
 from batching import Outcome, Runner, generate
-from console import Progress, draw_pool
+from console import Progress
 from prompts import PROMPTS
 from smollm2 import Loaded, load
 from transformers.utils import logging as transformers_logging
 from transformers_baseline import end_tokens_of, generate_one_by_one, time_batch
 
 from torch_pagedkv import blocks_for
+from torch_pagedkv.inspect import draw_pool, pool_history_svg
 from torch_pagedkv.integrations import transformers as paged
 
 MODEL_HELP = "a path, a model id, random or random-smollm2 (default: SmolLM2-135M-Instruct)"
@@ -75,6 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--num-blocks", type=int, default=64, help="KV blocks in the pool")
     add("--max-batch", type=int, default=8, help="sequences that run at once")
     add("--max-tokens", type=int, default=64, help="new tokens that fit into a step")
+    add("--pool-svg", type=Path, help="draw who owned which block, step by step, into this file")
     add("--no-compile", action="store_true", help="run the model as it is")
     args = parser.parse_args()
     for name in ("max_new_tokens", "block_size", "num_blocks", "max_batch", "max_tokens"):
@@ -162,6 +164,9 @@ def print_pool(outcome: Outcome, args: argparse.Namespace, progress: Progress) -
         f"{draw_pool(outcome.fullest, args.num_blocks, use_colour=progress.is_live)}\n"
         f"  tokens stored: {lengths}\n"
     )
+    if args.pool_svg is not None:
+        args.pool_svg.write_text(pool_history_svg(outcome.owners, args.num_blocks))
+        print(f"the pool over all steps is drawn in {args.pool_svg}\n")
 
 
 def print_graphs(outcome: Outcome, graphs: int | None) -> None:

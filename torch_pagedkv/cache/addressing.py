@@ -53,7 +53,7 @@ def locate(block_table: Sequence[int], position: int, block_size: int) -> Locati
 
     Source: PagedAttention (Kwon et al. 2023), section 4.
     """
-    return _locate("locate", block_table, position, block_size)
+    return locate_for("locate", block_table, position, block_size)
 
 
 def slot_of(block_table: Sequence[int], position: int, block_size: int) -> int:
@@ -80,7 +80,7 @@ def slot_of(block_table: Sequence[int], position: int, block_size: int) -> int:
 
     Source: PagedAttention (Kwon et al. 2023); ``slot`` as in vLLM's slot_mapping.
     """
-    return _locate("slot_of", block_table, position, block_size).slot
+    return locate_for("slot_of", block_table, position, block_size).slot
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -117,7 +117,7 @@ def slots_between(block_table: Sequence[int], start: int, stop: int, block_size:
     return slots
 
 
-def _locate(owner: str, block_table: Sequence[int], position: int, block_size: int) -> Location:
+def locate_for(owner: str, block_table: Sequence[int], position: int, block_size: int) -> Location:
     block_size = check_integer(owner, "block_size", block_size, 1)
     if isinstance(block_table, (str, bytes)) or not hasattr(block_table, "__getitem__"):
         raise TypeError(f"{owner}: block_table must be a sequence of block ids, got {block_table!r}")

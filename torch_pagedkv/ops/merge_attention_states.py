@@ -34,7 +34,8 @@ def merge_attention_states(
     Args:
         out_a: [T, num_heads, value_head_dim], float32, bfloat16 or float16, last stride 1.
         lse_a: [num_heads, T] float32, natural logarithm, last stride 1.
-        out_b, lse_b: the other part, shaped like the first; out_b's float dtype is its own.
+        out_b, lse_b: the other part, shaped like the first; out_b may be another of float32, bfloat16
+            and float16, lse_b is float32.
 
     All tensors are on one device.
 

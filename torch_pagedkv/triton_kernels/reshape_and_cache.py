@@ -5,11 +5,10 @@ import triton.language as tl
 
 from torch_pagedkv.triton_kernels.device_guard import device_of
 from torch_pagedkv.triton_kernels.fp8 import FORMATS, as_bytes, float32_to_fp8, sign_bit
-from torch_pagedkv.triton_kernels.grid_sizes import next_power_of_2
+from torch_pagedkv.triton_kernels.row_tiles import row_tile, warps_for
 from torch_pagedkv.triton_kernels.strides import per_head_stride, pool_strides, row_strides
 
-# Elements that a program moves at once, and later slots that it looks at at once.
-_TILE = 4096
+# Later slots that a program looks at at once.
 _SCAN = 256
 # Up to so many tokens a program looks through the later slots for its own, so that of two tokens
 # with one slot one is stored whole. The search is quadratic; above, rows of both may mix.
@@ -76,24 +75,15 @@ def _reshape_and_cache_kernel(
         )  # fmt: skip
 
 
-def _row_shape(source, cache, scale_stride: int) -> tuple[int, int]:
-    """(heads, elements of a head) of a row: one head where heads touch on both sides."""
-    num_heads, head_dim = cache.shape[2:]
-    touching = source.stride(1) == cache.stride(2) == head_dim or num_heads == 1
-    return (1, num_heads * head_dim) if touching and scale_stride == 0 else (num_heads, head_dim)
-
-
 def launch(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale) -> None:
     num_tokens = slot_mapping.shape[0]
     num_blocks, block_size = key_cache.shape[:2]
     if num_tokens == 0 or num_blocks == 0:
         return
     k_scale_stride, v_scale_stride = per_head_stride(k_scale), per_head_stride(v_scale)
-    key_heads, key_dim = _row_shape(key, key_cache, k_scale_stride)
-    value_heads, value_dim = _row_shape(value, value_cache, v_scale_stride)
-    key_tile = min(_TILE, next_power_of_2(key_heads * key_dim))
-    value_tile = min(_TILE, next_power_of_2(value_heads * value_dim))
-    widest_bytes = max(key_tile, value_tile) * key.element_size()
+    key_tile = row_tile(key, key_cache, k_scale_stride)
+    value_tile = row_tile(value, value_cache, v_scale_stride)
+    widest_bytes = max(key_tile.elements, value_tile.elements) * key.element_size()
     quantises = key.dtype != key_cache.dtype
     with device_of(key_cache):
         _reshape_and_cache_kernel[(num_tokens, 2)](
@@ -103,8 +93,6 @@ def launch(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale) -
             pool_strides(key_cache), pool_strides(value_cache),
             slot_mapping.stride(0), k_scale_stride, v_scale_stride,
             num_blocks * block_size, block_size, num_tokens if num_tokens <= _LONGEST_SCAN else 0,
-            key_heads, key_dim, key_tile, value_heads, value_dim, value_tile,
-            FORMATS[key_cache.dtype] if quantises else None, _SCAN,
-            # Warps that carry 16 bytes a thread, within reason.
-            num_warps=max(1, min(8, widest_bytes // 512)),
+            *key_tile, *value_tile, FORMATS[key_cache.dtype] if quantises else None, _SCAN,
+            num_warps=warps_for(widest_bytes),
         )  # fmt: skip
