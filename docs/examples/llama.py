@@ -150,7 +150,7 @@ def generate(model, pools, prompts: list[list[int]], num_new: int, device: str) 
         batch = PagedBatch.from_sequences(
             [tables[i] for i in running], lengths, None if only_decode else counts, block_size=BLOCK_SIZE, device=device
         )
-        tokens = torch.tensor(sum(new, []), device=device)
+        tokens = torch.tensor([token for tokens in new for token in tokens], device=device)
         positions = torch.cat([torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)]).to(device)
         logits = model(tokens, positions, *pools, batch)
         ends = torch.tensor(counts).cumsum(0).to(device) - 1
