@@ -33,6 +33,7 @@ OTHER_SETS = re.compile(r"kernels_(avx|neon|sve)")
 ENVIRONMENTS = {
     "torch_pagedkv/reference": [{"TORCH_PAGEDKV_DISABLE_NATIVE": "1"}],
     "torch_pagedkv/ops": [{"TORCH_PAGEDKV_DISABLE_NATIVE": "1"}, {}],
+    "torch_pagedkv/integrations": [{}],
     "csrc": [{"TORCH_PAGEDKV_CPU_CAPABILITY": "baseline"}],
     "torch_pagedkv/triton_kernels": [{"TRITON_INTERPRET": "1"}],
 }
