@@ -36,6 +36,7 @@ ENVIRONMENTS = {
     "torch_pagedkv/inspect": [{}],
     "torch_pagedkv/ops": [{"TORCH_PAGEDKV_DISABLE_NATIVE": "1"}, {}],
     "torch_pagedkv/cache": [{}],
+    "torch_pagedkv/integrations": [{}],
     "csrc": [{"TORCH_PAGEDKV_CPU_CAPABILITY": "baseline"}],
     "torch_pagedkv/triton_kernels": [{"TRITON_INTERPRET": "1"}],
 }

@@ -1,24 +1,16 @@
-"""torch.compile: one graph, no recompile as batches change, no copy of a pool, the order of writes and reads."""
+"""torch.compile: one graph, the bits of eager, the order of writes and reads, views taken inside the function."""
 
 from __future__ import annotations
-
-import os
-import re
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor.utils import run_and_get_code
 
 import torch_pagedkv
-from cases import BF16, E4M3, FP32, PAGED, WRITE, PagedCase
+from cases import BF16, E4M3, PAGED, WRITE, PagedCase
+from decoder import BLOCK, DIM, HEADS, KV_HEADS, decode_batch, new_cache
 from pools import assert_same_bits
-from torch_pagedkv import PagedAttention, PagedBatch, PagedKVCache
-
-HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 16
+from torch_pagedkv import PagedBatch
 
 
 @pytest.fixture(autouse=True)
@@ -51,79 +43,6 @@ def test_writes_equal_eager(case, device):
         assert_same_bits(actual, wanted)
 
 
-class Model(torch.nn.Module):
-    """A few layers of projections around PagedAttention."""
-
-    def __init__(self, layers: int, device: str) -> None:
-        super().__init__()
-        width = HEADS * DIM
-        self.fused = torch.nn.ModuleList(
-            torch.nn.Linear(width, width + 2 * KV_HEADS * DIM, device=device) for _ in range(layers)
-        )
-        self.attention = torch.nn.ModuleList(PagedAttention(HEADS, DIM, KV_HEADS) for _ in range(layers))
-
-    def forward(self, hidden, pools, batch):
-        for layer, (fused, attention) in enumerate(zip(self.fused, self.attention)):
-            query, key, value = fused(hidden).split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], dim=1)
-            hidden = hidden + attention(query, key, value, pools[layer], batch)
-        return hidden
-
-
-def tables(num_sequences: int, blocks: int) -> list[list[int]]:
-    return [[row * blocks + column for column in range(blocks)][::-1] for row in range(num_sequences)]
-
-
-def decode_batch(lengths: list[int], device: str, blocks: int = 8) -> PagedBatch:
-    return PagedBatch.from_sequences(tables(len(lengths), blocks), lengths, block_size=BLOCK, device=device)
-
-
-def new_cache(layers: int, device: str, num_blocks: int = 64) -> PagedKVCache:
-    cache = PagedKVCache(layers, KV_HEADS, DIM, block_size=BLOCK, num_blocks=num_blocks, dtype=FP32, device=device)
-    cache.storage.zero_()
-    return cache
-
-
-@torch.no_grad()
-def test_growing_lengths_compile_once(device):
-    model, cache = Model(2, device), new_cache(2, device)
-    compiled, counter = counted(model)
-    for step in range(64):
-        hidden = torch.randn(3, HEADS * DIM, device=device)
-        batch = decode_batch([step + 1, step + 30, 2 * step + 1], device, blocks=9)
-        copy = new_cache(2, device)
-        copy.storage.copy_(cache.storage)
-        actual = compiled(hidden, cache, batch)
-        torch.testing.assert_close(actual, model(hidden, copy, batch))
-        torch.testing.assert_close(cache.storage, copy.storage)
-    assert counter.frame_count == 1
-
-
-@torch.no_grad()
-def test_batch_sizes_compile_once_for_each_class(device):
-    """A batch of one is static, every other size shares one dynamic graph."""
-    model, cache = Model(1, device), new_cache(1, device)
-    compiled, counter = counted(model)
-    for size in [1, 2, 3, 4, 5, 6, 7, 8, 1, 5]:
-        compiled(torch.randn(size, HEADS * DIM, device=device), cache, decode_batch([9] * size, device))
-    assert counter.frame_count <= 3
-    before = counter.frame_count
-    for size in (8, 1, 2, 6):
-        compiled(torch.randn(size, HEADS * DIM, device=device), cache, decode_batch([17] * size, device))
-    assert counter.frame_count == before
-
-
-@torch.no_grad()
-def test_token_counts_compile_once_for_each_class(device):
-    model, cache = Model(1, device), new_cache(1, device)
-    compiled, counter = counted(model)
-    for tokens in [1, 2, 3, 17, 64, 65, 128, 300, 1, 200]:
-        batch = PagedBatch.from_sequences(
-            [list(range(20)), list(range(20, 24))], [tokens, 9], [tokens, 1], block_size=BLOCK, device=device
-        )
-        compiled(torch.randn(tokens + 1, HEADS * DIM, device=device), cache, batch)
-    assert counter.frame_count <= 3
-
-
 @torch.no_grad()
 def test_order_of_writes_and_reads(device):
     """write, read, write, read in one graph: each read sees just the writes before it."""
@@ -149,89 +68,6 @@ def test_order_of_writes_and_reads(device):
     for actual, wanted in zip(*results):
         assert_same_bits(actual, wanted)
     assert not torch.equal(results[0][0], results[0][1])
-
-
-def pool_sized_buffers(code: str, pool_numel: int) -> list[str]:
-    """Return the lines of generated code that allocate a pool or more."""
-    found = []
-    for line in code.splitlines():
-        match = re.search(r"empty_strided_\w+\(\(([\d, ]*)\)", line)
-        if match:
-            sizes = [int(size) for size in match.group(1).replace(" ", "").split(",") if size]
-            if torch.Size(sizes).numel() >= pool_numel:
-                found.append(line.strip())
-    return found
-
-
-POOL_FORMS = {
-    "one_pool_for_all_layers": (
-        lambda device: torch.zeros(8, 2, 512, BLOCK, KV_HEADS, DIM, device=device),
-        lambda pool, layer: (pool[layer, 0], pool[layer, 1]),
-    ),
-    "unbind": (
-        lambda device: torch.zeros(2, 512, BLOCK, KV_HEADS, DIM, device=device),
-        lambda pool, layer: pool.unbind(0),
-    ),
-    "split": (
-        lambda device: torch.zeros(512, BLOCK, KV_HEADS, 2 * DIM, device=device),
-        lambda pool, layer: pool.split(DIM, dim=-1),
-    ),
-    "hnd": (
-        lambda device: torch.zeros(2, 512, KV_HEADS, BLOCK, DIM, device=device),
-        lambda pool, layer: pool.transpose(2, 3).unbind(0),
-    ),
-    "paged_kv_cache": (
-        lambda device: new_cache(8, device, 512),
-        lambda pool, layer: pool[layer],
-    ),
-}
-
-
-@pytest.mark.parametrize("owner", ["argument", "buffer"])
-@pytest.mark.parametrize("form", POOL_FORMS)
-@torch.no_grad()
-def test_no_copy_of_a_pool(form, owner, device):
-    """Eight layers write and read views of a pool: the generated code allocates nothing of its size."""
-    make, view = POOL_FORMS[form]
-
-    def layers(pool, query, key, batch):
-        for layer in range(8):
-            pools = view(pool, layer)
-            torch_pagedkv.reshape_and_cache(key + layer, key - layer, *pools, batch.slot_mapping)
-            query = query + torch_pagedkv.paged_attention(query, *pools, batch.block_table, batch.seqused_k)
-        return query
-
-    class Owner(torch.nn.Module):
-        def __init__(self, pool):
-            super().__init__()
-            if isinstance(pool, torch.Tensor):
-                self.register_buffer("pool", pool)
-            else:
-                self.pool = pool
-
-        def forward(self, *args):
-            return layers(self.pool, *args)
-
-    pool, eager_pool = make(device), make(device)
-    storage = pool if isinstance(pool, torch.Tensor) else pool.storage
-    eager_storage = eager_pool if isinstance(eager_pool, torch.Tensor) else eager_pool.storage
-    address = storage.data_ptr()
-    query = torch.randn(3, HEADS, DIM, device=device)
-    key = torch.randn(3, KV_HEADS, DIM, device=device)
-    batch = decode_batch([5, 17, 33], device)
-    expected = layers(eager_pool, query, key, batch)
-    if owner == "argument":
-        compiled = torch.compile(layers, fullgraph=True)
-        actual, codes = run_and_get_code(compiled, pool, query, key, batch)
-    else:
-        compiled = torch.compile(Owner(pool), fullgraph=True)
-        actual, codes = run_and_get_code(compiled, query, key, batch)
-    torch.testing.assert_close(actual, expected)
-    assert_same_bits(storage, eager_storage)
-    assert storage.data_ptr() == address
-    smallest_pool = 512 * BLOCK * KV_HEADS * DIM
-    assert len(codes) == 1 and "torch_pagedkv.reshape_and_cache" in codes[0]
-    assert pool_sized_buffers(codes[0], smallest_pool) == []
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["default", "dynamic"])
@@ -301,24 +137,3 @@ def test_slots_computed_in_the_graph(device):
         pool = torch.empty(10, block_size, 2, 8, device=device)
         assert torch.equal(compiled(*args, pool), slots(*args, pool))
     assert counter.frame_count == 1
-
-
-def test_first_call_inside_a_compiled_function(device):
-    """In a fresh process the op runs for the first time while a graph is traced."""
-    program = f"""
-        import torch, torch_pagedkv
-        @torch.compile(fullgraph=True)
-        def attend(query, pools, table, lengths, key, slots):
-            torch_pagedkv.reshape_and_cache(key, key, *pools, slots)
-            return torch_pagedkv.paged_attention(query, *pools, table, lengths) + 1
-        with torch.device("{device}"), torch.no_grad():
-            pools = torch.zeros(2, 4, 16, 2, 8).unbind(0)
-            out = attend(torch.ones(1, 4, 8), pools, torch.tensor([[2]]), torch.tensor([1]), torch.ones(1, 2, 8),
-                         torch.tensor([32]))
-        assert (out == 2).all(), out
-        print("one graph", torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, env=os.environ
-    )
-    assert result.returncode == 0 and "one graph 1" in result.stdout, result.stderr

@@ -326,3 +326,9 @@ def test_new_lengths_do_not_compile_again():
         batch.update_([[7, 2, 9]], [length], [min(length, 8)], block_size=16)
         compiled(batch)
     assert counter.frame_count == 1
+
+
+def test_files_with_a_batch_load_with_weights_only(tmp_path):
+    batch = PagedBatch.from_sequences([[7, 2, 9]], [21], [3], block_size=16)
+    torch.save(batch, tmp_path / "batch.pt")
+    assert repr(torch.load(tmp_path / "batch.pt", weights_only=True)) == repr(batch)

@@ -205,3 +205,12 @@ def test_deepcopy_has_its_own_memory():
     cache.storage.fill_(1)
     copy.deepcopy(cache)[0][0].fill_(2)
     assert torch.equal(cache.storage, torch.ones_like(cache.storage))
+
+
+def test_files_with_a_cache_load_with_weights_only(tmp_path):
+    cache = make(dtype=E4M3, k_scale=torch.ones(2), kv_layout="HND", value_head_dim=4)
+    cache.storage.view(torch.uint8).random_()
+    torch.save(cache, tmp_path / "cache.pt")
+    other = torch.load(tmp_path / "cache.pt", weights_only=True)
+    assert repr(other) == repr(cache) and torch.equal(other.k_scale, cache.k_scale)
+    assert torch.equal(other.storage.view(torch.uint8), cache.storage.view(torch.uint8))

@@ -1,8 +1,9 @@
-"""Command line: ``python -m torch_pagedkv info``, and what looks inside: ``explain``, ``softmax``, ``layout``."""
+"""Command line: ``python -m torch_pagedkv info``, ``doctor``, ``explain``, ``softmax`` and ``layout``."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.add_argument("--json", action="store_true", help="print it as JSON")
     info.set_defaults(run=print_info)
     command_line.add_commands(commands)
+    doctor = commands.add_parser("doctor", help="compile every op and time it here: breaks, recompiles, copies, costs")
+    doctor.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    doctor.set_defaults(run=print_findings)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
@@ -48,6 +53,36 @@ def print_info(options: argparse.Namespace) -> int:
         for stem, kernel in kernels.items():
             print(f"  {stem:24}{kernel or 'none'}")
     return 0
+
+
+def print_findings(options: argparse.Namespace) -> int:
+    """Print a table of what the compiler makes of the ops; return 1 where anything is amiss."""
+    import torch
+
+    from torch_pagedkv.doctor import examine
+
+    is_live = sys.stderr.isatty()
+
+    def show(text: str) -> None:
+        print(f"\r{text}\033[K" if is_live else text, end="" if is_live else "\n", file=sys.stderr, flush=True)
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    findings = list(examine(device, show))
+    if is_live:
+        show("")
+    if options.json:
+        print(json.dumps({"device": device, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
+        return 0 if all(f.is_healthy for f in findings) else 1
+    kernels = build_info()["kernels"][device]["paged_attention"]
+    print(f"{kernels} kernels on {device}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
+    print("| | graph breaks | recompiles | pool-sized copies | eager, us | compiled, us |\n|---|---|---|---|---|---|")
+    for f in findings:
+        if f.failure:
+            print(f"| {f.name} | {f.failure} | | | | |")
+            continue
+        counts = f"{f.graph_breaks} | {f.recompiles} | {f.pool_copies}"
+        print(f"| {f.name} | {counts} | {f.eager_us:.0f} | {f.compiled_us:.0f} |")
+    return 0 if all(f.is_healthy for f in findings) else 1
 
 
 if __name__ == "__main__":

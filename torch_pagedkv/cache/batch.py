@@ -273,3 +273,5 @@ class PagedBatch:
 
 
 torch.export.register_dataclass(PagedBatch, serialized_type_name="torch_pagedkv.PagedBatch")
+# It holds tensors only: files that carry one, exported programs too, load with weights_only.
+torch.serialization.add_safe_globals([PagedBatch])

@@ -299,3 +299,5 @@ pytree.register_pytree_node(
     serialized_type_name="torch_pagedkv.PagedKVCache",
     flatten_with_keys_fn=_flatten_with_keys,
 )
+# It holds tensors and sizes only: files that carry one, exported programs too, load with weights_only.
+torch.serialization.add_safe_globals([PagedKVCache])
