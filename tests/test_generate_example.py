@@ -51,6 +51,12 @@ def test_draws_the_pool_over_time(monkeypatch, capsys, tmp_path):
     assert "sequence A" in path.read_text() and path.read_text().startswith("<svg ")
 
 
+def test_says_which_ops_took_the_time(monkeypatch, capsys):
+    run = ("--no-compile", "--max-new-tokens", "4", "--prompt", "a lone word", "--profile")
+    assert run_example(monkeypatch, *run) == 0
+    assert " calls  torch_pagedkv::paged_attention" in capsys.readouterr().out
+
+
 def test_fails_when_a_token_differs(monkeypatch, capsys):
     import generate
 

@@ -12,6 +12,7 @@ the model is compiled once for all steps, and every token is compared with trans
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -78,6 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--max-tokens", type=int, default=64, help="new tokens that fit into a step")
     add("--pool-svg", type=Path, help="draw who owned which block, step by step, into this file")
     add("--no-compile", action="store_true", help="run the model as it is")
+    add("--profile", action="store_true", help="say which ops took most of the time")
     args = parser.parse_args()
     for name in ("max_new_tokens", "block_size", "num_blocks", "max_batch", "max_tokens"):
         if getattr(args, name) < 1:
@@ -116,11 +118,23 @@ def run_paged(
         with progress.working("compiling the model, once for all steps"):
             runner.compile()
     end_tokens = end_tokens_of(model)
-    outcome = generate(runner, prompts, args.max_new_tokens, end_tokens, progress.show)
+    with torch.profiler.profile() if args.profile else contextlib.nullcontext() as profile:
+        outcome = generate(runner, prompts, args.max_new_tokens, end_tokens, progress.show)
     progress.finish(f"generated {outcome.num_tokens} tokens in {len(outcome.step_sizes)} steps")
+    if profile is not None:
+        print_profile(profile)
     if args.no_compile:
         return outcome, None
     return outcome, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def print_profile(profile: torch.profiler.profile) -> None:
+    """Print the ops that took most of the time by themselves, and their shares of all that ops took."""
+    events = sorted(profile.key_averages(), key=lambda event: event.self_cpu_time_total, reverse=True)
+    total = sum(event.self_cpu_time_total for event in events)
+    for event in events[:8]:
+        share = event.self_cpu_time_total / total
+        print(f"{share:7.1%} {event.self_cpu_time_total / 1e6:8.2f} s {event.count:7d} calls  {event.key}")
 
 
 def print_texts(questions: list[str], outcome: Outcome, loaded: Loaded) -> None:
@@ -192,7 +206,7 @@ def check_tokens(
         # In fewer bits two ways to the same sum may well choose different tokens.
         print(f"the tokens above are {args.dtype}'s; for the check both run again in float32")
         model = model.float()
-        args = argparse.Namespace(**{**vars(args), "dtype": "float32", "no_compile": True})
+        args = argparse.Namespace(**{**vars(args), "dtype": "float32", "no_compile": True, "profile": False})
         outcome, _ = run_paged(model, prompts, args, progress)
     expected = generate_one_by_one(model, prompts, args.max_new_tokens, progress.show)
     pairs = zip(outcome.sequences, expected, strict=True)
