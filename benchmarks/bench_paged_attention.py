@@ -3,7 +3,7 @@
     python benchmarks/bench_paged_attention.py --threads 2 1
     python benchmarks/bench_paged_attention.py --plot docs/decode_on_cpu.png
 
-Decode is compared with a plain read loop, prefill with a matrix product, both in the same rounds. "gather"
+Decode is compared with a sum over memory, prefill with a matrix product, both in the same rounds. "gather"
 is indexing by the block table and scaled_dot_product_attention; "dense" is scaled_dot_product_attention on
 keys and values that need no paging. Results are compared before anything is timed.
 """
@@ -122,7 +122,7 @@ def bench_decode(timer: Timer) -> None:
         "dtype",
         "ours, ms",
         "GB/s",
-        "of the read loop",
+        "of reading",
         "gather, times ours",
         "dense, times ours",
     )
