@@ -198,6 +198,8 @@ def plot(path: str, timer: Timer) -> None:
         for name, times in lines.items():
             axis.loglog(lengths, times, "k--" if name == "reading alone" else "o-", label=name)
         axis.set(title=str(dtype).removeprefix("torch."), xlabel="tokens of each of 8 sequences")
+        axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        axis.minorticks_off()
         axis.legend()
     axes[0].set_ylabel("one decode step, ms")
     figure.suptitle(f"32 heads on 8 KV heads of 128, {torch.get_num_threads()} threads", fontsize=10)
