@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import torch_pagedkv
-from machine import describe, parse, print_header, print_row, times_of
+from machine import compare
 
 
 def cases() -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:
@@ -32,18 +32,5 @@ def cases() -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:
         yield f"8 x 1024 tokens, {dtype}", {"ours": ours, "indexing": index}
 
 
-def main() -> None:
-    arguments = parse(__doc__, seconds=0.3)
-    torch.manual_seed(0)
-    for threads in arguments.threads:
-        torch.set_num_threads(threads)
-        print(f"\n{describe()}\n")
-        print_header("gather_kv", "ours, us", "peer", "times ours")
-        for name, calls in cases():
-            taken = times_of(calls, arguments.seconds, disturbed=arguments.disturbed)
-            peer = next(call for call in calls if call != "ours")
-            print_row(name, taken["ours"] * 1e6, peer, taken[peer] / taken["ours"])
-
-
 if __name__ == "__main__":
-    main()
+    compare("gather_kv", __doc__, cases)

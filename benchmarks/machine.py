@@ -8,7 +8,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -107,3 +107,19 @@ def print_row(*cells: object) -> None:
 def print_header(*cells: str) -> None:
     print_row(*cells)
     print("|" + "---|" * len(cells), flush=True)
+
+
+def compare(
+    op: str, description: str, cases: Callable[[], Iterable[tuple[str, dict[str, Callable[[], object]]]]]
+) -> None:
+    """Time the calls of each case, "ours" and one peer, on each number of threads; print a table for each."""
+    arguments = parse(description, seconds=0.3)
+    torch.manual_seed(0)
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        print(f"\n{describe()}\n")
+        print_header(op, "ours, us", "peer", "times ours")
+        for name, calls in cases():
+            taken = times_of(calls, arguments.seconds, disturbed=arguments.disturbed)
+            peer = next(call for call in calls if call != "ours")
+            print_row(name, taken["ours"] * 1e6, peer, taken[peer] / taken["ours"])
