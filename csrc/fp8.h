@@ -30,7 +30,6 @@ struct Float8E4M3FN {
   static constexpr bool kHasInfinity = false;
   static constexpr uint32_t kLargest = 0x43E00000;         // 448
   static constexpr uint32_t kSmallestNormal = 0x3C800000;  // 2^-6
-  static constexpr uint32_t kSubnormalUnit = 0x46800000;   // 2^14, whose last bit is worth 2^-9
 };
 
 struct Float8E5M2 {
@@ -39,31 +38,33 @@ struct Float8E5M2 {
   static constexpr bool kHasInfinity = true;
   static constexpr uint32_t kLargest = 0x47600000;         // 57344
   static constexpr uint32_t kSmallestNormal = 0x38800000;  // 2^-14
-  static constexpr uint32_t kSubnormalUnit = 0x43000000;   // 2^7, whose last bit is worth 2^-16
 };
 
-// Branch-free, so that a loop over it vectorises. No step makes a subnormal float32, so that
-// flushing them (torch.set_flush_denormal) changes nothing.
+// How a float32 is rounded: by adding the power of two whose last bit is worth the format's there, which
+// the FPU rounds. Subnormals are spaced as the smallest normals
+// are, and what is left in the low bits may carry into the exponent. No step makes a subnormal float32,
+// so that flushing them (torch.set_flush_denormal) changes nothing.
+template <class Format>
+struct Fp8Rounding {
+  static constexpr int kShift = 23 - Format::kMantissaBits;
+  static constexpr uint32_t kPower = static_cast<uint32_t>(kShift) << 23;
+  static constexpr uint32_t kFirstExponent = static_cast<uint32_t>(128 - Format::kBias) << Format::kMantissaBits;
+};
+
 template <class Format>
 inline uint8_t float_to_fp8(float value, float scale) {
-  constexpr int kShift = 23 - Format::kMantissaBits;
-  constexpr uint32_t kRebias = static_cast<uint32_t>(127 - Format::kBias) << Format::kMantissaBits;
+  using Rounding = Fp8Rounding<Format>;
   const uint32_t quotient = float_bits(value / scale);
   const uint32_t magnitude = quotient & 0x7FFFFFFF;
   const bool is_nan = magnitude > 0x7F800000;
   const uint32_t clamped = magnitude < Format::kLargest ? magnitude : Format::kLargest;
-
-  const uint32_t half_way = (1u << (kShift - 1)) - 1 + ((clamped >> kShift) & 1);
-  const uint32_t normal = ((clamped + half_way) >> kShift) - kRebias;
-  // Adding a number whose last bit is worth the smallest subnormal makes the FPU do the rounding.
-  const uint32_t small = clamped < Format::kSmallestNormal ? clamped : 0;
-  const float unit = float_from_bits(Format::kSubnormalUnit);
-  const uint32_t subnormal = float_bits(float_from_bits(small) + unit) - Format::kSubnormalUnit;
-  const uint32_t finite = clamped < Format::kSmallestNormal ? subnormal : normal;
-
+  const uint32_t exponent =
+      (clamped < Format::kSmallestNormal ? Format::kSmallestNormal : clamped) & 0x7F800000;
+  const uint32_t power = exponent + Rounding::kPower;
+  const uint32_t rounded = float_bits(float_from_bits(clamped) + float_from_bits(power)) - power;
+  const uint32_t finite = rounded + (exponent >> Rounding::kShift) - Rounding::kFirstExponent;
   const uint32_t sign_source = is_nan ? float_bits(value) : quotient;
-  const uint32_t stored = is_nan ? 0x7F : finite;
-  return static_cast<uint8_t>(stored | ((sign_source >> 24) & 0x80));
+  return static_cast<uint8_t>((is_nan ? 0x7F : finite) | ((sign_source >> 24) & 0x80));
 }
 
 // The float32 bits of every byte: reading them from a table of 1 KiB needs no vector instructions.

@@ -71,21 +71,18 @@ inline Bits bfloat16_bits(Float x) {
   return x == x ? rounded : ((bits >> 16) | 0x40u);
 }
 
-// The value of float_to_fp8, lane by lane; `scaled`: the value divided by its scale.
+// The arithmetic of float_to_fp8, lane by lane; `scaled`: the value divided by its scale.
 template <class Format>
 inline Bits fp8_bits(Float value, Float scaled) {
-  constexpr int kShift = 23 - Format::kMantissaBits;
-  constexpr uint32_t kFirstExponent = static_cast<uint32_t>(128 - Format::kBias) << Format::kMantissaBits;
+  using Rounding = Fp8Rounding<Format>;
   const Bits magnitude = (Bits)scaled & 0x7FFFFFFFu;
   const Int is_nan = (Int)magnitude > 0x7F800000;
   const Float clamped = smaller((Float)magnitude, (Float)broadcast_bits(Format::kLargest));
-  // Adding the power of two whose last bit is worth the format's there makes the FPU round; subnormals
-  // are spaced as the smallest normals are. What is left in the low bits may carry into the exponent.
   const Float at_least_normal = larger(clamped, (Float)broadcast_bits(Format::kSmallestNormal));
   const Bits exponent = (Bits)at_least_normal & 0x7F800000u;
-  const Bits power = exponent + (static_cast<uint32_t>(kShift) << 23);
+  const Bits power = exponent + Rounding::kPower;
   const Bits rounded = (Bits)(clamped + (Float)power) - power;
-  const Bits finite = rounded + (exponent >> kShift) - kFirstExponent;
+  const Bits finite = rounded + (exponent >> Rounding::kShift) - Rounding::kFirstExponent;
   const Bits sign = (is_nan ? (Bits)value : (Bits)scaled) >> 24 & 0x80u;
   return (is_nan ? broadcast_bits(0x7F) : finite) | sign;
 }
