@@ -110,6 +110,11 @@ class Case:
         keys, values = (gathered.contiguous() for gathered in self._gathered())
         return lambda: self._attend(keys, values)
 
+    def calls(self, limit: Callable[[], object]) -> dict[str, Callable[[], object]]:
+        """Return what is timed: ours, its peers, and what the machine allows; results are compared first."""
+        check(self)
+        return {"ours": self.ours, "gather": self.gather, "dense": self.dense(), "limit": limit}
+
 
 def check(case: Case) -> None:
     error = (case.ours().float() - case.gather().float()).norm() / case.gather().float().norm()
@@ -129,14 +134,7 @@ def bench_decode(timer: Timer) -> None:
     for shape in DECODE:
         for dtype, pool in ((FP32, FP32), (BF16, BF16), (FP16, FP16), (BF16, E4M3), (BF16, E5M2)):
             case = Case(shape, dtype, pool)
-            check(case)
-            calls = {
-                "ours": case.ours,
-                "gather": case.gather,
-                "dense": case.dense(),
-                "limit": read_everything,
-            }
-            taken = timer(calls)
+            taken = timer(case.calls(read_everything))
             rate, limit = case.bytes / taken["ours"], MANY_BYTES / taken["limit"]
             times = [taken[peer] / taken["ours"] for peer in ("gather", "dense")]
             name = str(pool).removeprefix("torch.")
@@ -156,15 +154,8 @@ def bench_prefill(timer: Timer) -> None:
     for shape in PREFILL:
         for dtype in (FP32, BF16, FP16):
             case = Case(shape, dtype, dtype)
-            check(case)
             product, operations = multiply(dtype)
-            calls = {
-                "ours": case.ours,
-                "gather": case.gather,
-                "dense": case.dense(),
-                "limit": product,
-            }
-            taken = timer(calls)
+            taken = timer(case.calls(product))
             rate, limit = case.operations / taken["ours"], operations / taken["limit"]
             times = [taken[peer] / taken["ours"] for peer in ("gather", "dense")]
             name = str(dtype).removeprefix("torch.")
@@ -184,14 +175,7 @@ def plot(path: str, timer: Timer) -> None:
         lines: dict[str, list[float]] = {"gather": [], "dense": [], "ours": [], "reading alone": []}
         for length in lengths:
             case = Case(Shape(f"8 x {length}", 8, length), dtype, dtype)
-            check(case)
-            calls = {
-                "ours": case.ours,
-                "gather": case.gather,
-                "dense": case.dense(),
-                "limit": read_everything,
-            }
-            taken = timer(calls)
+            taken = timer(case.calls(read_everything))
             for name in ("gather", "dense", "ours"):
                 lines[name].append(taken[name] * 1e3)
             lines["reading alone"].append(case.bytes / MANY_BYTES * taken["limit"] * 1e3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Test processes share the cores: a thread that waits must give its core up, not spin on it. OpenMP
 # reads this when torch is loaded.
@@ -23,3 +24,9 @@ DEVICES = [
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture
+def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test import the programs of docs/examples."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "docs" / "examples"))

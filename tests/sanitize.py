@@ -32,13 +32,13 @@ CAPABILITIES = ["baseline", "avx2", "avx512", "avx512_bf16"]
 
 def runtimes() -> str:
     """Return the sanitizers' libraries, which must come before everything else in the process."""
-    names = ["libasan.so", "libubsan.so"]
-    command = ["c++", "-print-file-name="]
-    found = [
-        subprocess.run([*command[:-1], command[-1] + name], capture_output=True, text=True, check=True)
-        for name in names
-    ]
-    return " ".join(str(Path(result.stdout.strip()).resolve()) for result in found)
+
+    def path_of(library: str) -> str:
+        command = ["c++", f"-print-file-name={library}"]
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        return str(Path(found.stdout.strip()).resolve())
+
+    return " ".join(map(path_of, ("libasan.so", "libubsan.so")))
 
 
 def is_supported(copy: Copy, environment: dict[str, str]) -> bool:

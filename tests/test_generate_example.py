@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from example_programs import run_program, spoil_one_token
+
 pytest.importorskip("transformers")
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
-
-
-@pytest.fixture(autouse=True)
-def examples_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+pytestmark = pytest.mark.usefixtures("examples_on_path")
 
 
 def run_example(monkeypatch, *options: str) -> int:
-    import generate
-
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--model", "random", *options])
-    return generate.main()
+    return run_program(monkeypatch, "generate", "--model", "random", *options)
 
 
 @pytest.mark.parametrize("options", [(), ("--num-blocks", "15"), ("--max-batch", "1")], ids=str)
@@ -58,16 +49,7 @@ def test_says_which_ops_took_the_time(monkeypatch, capsys):
 
 
 def test_fails_when_a_token_differs(monkeypatch, capsys):
-    import generate
-
-    honest = generate.generate_one_by_one
-
-    def wrong_in_one_token(*args):
-        tokens = honest(*args)
-        tokens[1][-1] += 1
-        return tokens
-
-    monkeypatch.setattr(generate, "generate_one_by_one", wrong_in_one_token)
+    spoil_one_token(monkeypatch, "generate")
     assert run_example(monkeypatch, "--no-compile", "--max-new-tokens", "2") == 1
     assert "own attention: no (7 of 8)" in capsys.readouterr().out
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ PROMPTS = [[1, 2, 3], [7] * 40, [5], list(range(100, 117))]
 
 
 @pytest.fixture(autouse=True)
-def llama(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
+def llama(examples_on_path):
     import llama
 
     torch._dynamo.reset()

@@ -6,26 +6,19 @@ import io
 import random
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 
+from example_programs import run_program, spoil_one_token
+
 pytest.importorskip("transformers")
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
-
-
-@pytest.fixture(autouse=True)
-def examples_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+pytestmark = pytest.mark.usefixtures("examples_on_path")
 
 
 def run_example(monkeypatch, *options: str) -> int:
-    import serve
-
-    monkeypatch.setattr(sys, "argv", ["serve.py", "--model", "random", "--every", "0", *options])
-    return serve.main()
+    return run_program(monkeypatch, "serve", "--model", "random", "--every", "0", *options)
 
 
 @pytest.mark.parametrize(
@@ -51,16 +44,7 @@ def test_tokens_are_those_of_each_request_alone(num_blocks, num_host_blocks, pre
 
 
 def test_fails_when_a_token_differs(monkeypatch, capsys):
-    import serve
-
-    honest = serve.generate_one_by_one
-
-    def wrong_in_one_token(*args):
-        tokens = honest(*args)
-        tokens[1][-1] += 1
-        return tokens
-
-    monkeypatch.setattr(serve, "generate_one_by_one", wrong_in_one_token)
+    spoil_one_token(monkeypatch, "serve")
     assert run_example(monkeypatch, "--check", "--max-new-tokens", "2") == 1
     assert "each request's alone: no (31 of 32)" in capsys.readouterr().out
 

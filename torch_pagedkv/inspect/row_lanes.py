@@ -25,8 +25,6 @@ class RowLanes:
     pack: int  # consecutive elements of one thread
     warps: int
     elements: int  # of the row
-    heads: int  # of the pool's row
-    head_dim: int
 
     @property
     def threads(self) -> int:
@@ -59,4 +57,4 @@ def lanes_of_write(source: torch.Tensor, cache: torch.Tensor) -> RowLanes:
     # 16 bytes of whichever side has the narrower elements, and no more than what there is to deal.
     widest = 16 // min(source.element_size(), cache.element_size())
     pack = min(widest, together, max(1, tile.elements // (warps * LANES_OF_WARP)))
-    return RowLanes(tile.elements, pack, warps, num_heads * head_dim, num_heads, head_dim)
+    return RowLanes(tile.elements, pack, warps, num_heads * head_dim)
