@@ -10,15 +10,22 @@
 #include <cstdint>
 #include <cstring>
 
+// What CUDA kernels use as it stands.
+#ifdef __CUDACC__
+#define TORCH_PAGEDKV_HOST_DEVICE __host__ __device__
+#else
+#define TORCH_PAGEDKV_HOST_DEVICE
+#endif
+
 namespace torch_pagedkv {
 
-inline uint32_t float_bits(float value) {
+TORCH_PAGEDKV_HOST_DEVICE inline uint32_t float_bits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
-inline float float_from_bits(uint32_t bits) {
+TORCH_PAGEDKV_HOST_DEVICE inline float float_from_bits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
@@ -45,7 +52,7 @@ struct Float8E5M2 {
 // Branch-free, so that a loop over it vectorises. No step makes a subnormal float32, so that
 // flushing them (torch.set_flush_denormal) changes nothing.
 template <class Format>
-inline uint8_t float_to_fp8(float value, float scale) {
+TORCH_PAGEDKV_HOST_DEVICE inline uint8_t float_to_fp8(float value, float scale) {
   constexpr int kShift = 23 - Format::kMantissaBits;
   constexpr uint32_t kRebias = static_cast<uint32_t>(127 - Format::kBias) << Format::kMantissaBits;
   const uint32_t quotient = float_bits(value / scale);
