@@ -142,6 +142,15 @@ def test_build_asks_for_a_torch_where_there_is_none() -> None:
     assert printed.strip() == "None ['torch==2.13.0']"
 
 
+@pytest.mark.parametrize("cuda, is_cuda", [("None", False), ("'13.0'", True)])
+def test_the_build_tells_torches_for_cuda_by_their_files(cuda: str, is_cuda: bool, tmp_path: Path) -> None:
+    for annotation in ("", ": Optional[str]"):
+        (tmp_path / "version.py").write_text(f"__version__ = '2.11.0'\ncuda{annotation} = {cuda}\nhip = '6'\n")
+        program = "import sys; sys.path.insert(0, '_build'); import backend, pathlib; "
+        printed = run_python("-c", f"{program}print(backend.is_cuda_build(pathlib.Path({str(tmp_path)!r})))")
+        assert printed.strip() == str(is_cuda)
+
+
 BLOCKED = """
 import warnings
 warnings.simplefilter("error")

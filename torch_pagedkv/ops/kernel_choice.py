@@ -1,4 +1,4 @@
-"""Which kernel serves a device: C++ on CPU where the library was built, Triton on CUDA."""
+"""Which kernel serves a device: C++ where a library was built; else the reference on CPU, Triton on CUDA."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ def native_kernel(stem: str) -> Callable[..., None] | None:
     if not native.is_available():
         return None
     return getattr(torch.ops.torch_pagedkv_native, stem).default
+
+
+@functools.cache
+def cuda_kernel(stem: str) -> Callable[..., None] | None:
+    """Return the CUDA C++ kernel of an op, or None where the library is missing or has none of it."""
+    if stem not in native.CUDA_STEMS or native.why_cuda_missing() is not None:
+        return None
+    return getattr(torch.ops.torch_pagedkv_cuda, stem).default
 
 
 @functools.cache
