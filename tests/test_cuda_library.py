@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from cases import PagedCase
 from torch_pagedkv import native
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,9 +36,14 @@ def test_device_functions_give_on_the_host_what_they_should(program, tmp_path):
     """Arithmetic that GPU code does is run on the CPU; each program prints how many results are wrong."""
     built = tmp_path / "program"
     # Without -mfma a fused multiply-add is a slow function call, but the same number.
-    flags = ["-std=c++17", "-O2", "-arch=sm_80", f"-I{ROOT / 'csrc'}"]
-    subprocess.run(["nvcc", *flags, str(ON_HOST / program), "-o", str(built)], check=True, timeout=300)
-    assert subprocess.run([str(built)], capture_output=True, text=True, timeout=300).stdout == "0\n"
+    torch_directory = Path(torch.__file__).parent
+    flags = ["-std=c++17", "-O2", "-arch=sm_80", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    flags += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/cuda'}", "-isystem", str(torch_directory / "include")]
+    libraries = [f"-L{torch_directory / 'lib'}", "-ltorch_cpu", "-lc10"]
+    subprocess.run(["nvcc", *flags, str(ON_HOST / program), *libraries, "-o", str(built)], check=True, timeout=300)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(torch_directory / "lib")}
+    done = subprocess.run([str(built)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "0\n", done.stderr
 
 
 def test_every_kernel_is_of_a_stem_and_its_source_registers_it():
@@ -85,3 +92,34 @@ def test_a_part_can_be_switched_off(value):
     switched_off = "are switched off by TORCH_PAGEDKV_DISABLE_NATIVE"
     assert (switched_off in cpu) == (value != "cuda")
     assert (switched_off in cuda) == (value != "cpu")
+
+
+@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize(
+    "query_lens, launched",
+    [
+        (None, ["CUDA C++"]),
+        ([1, 1], ["CUDA C++"]),
+        ([40, 1], ["Triton, long", "CUDA C++"]),
+        ([0, 9], ["Triton, long", "CUDA C++"]),
+    ],
+    ids=str,
+)
+def test_which_kernels_read(query_lens, launched, takes, monkeypatch):
+    """Where rows of one sequence may be too many for CUDA C++, Triton takes such sequences, and before it."""
+    module, launches = sys.modules["torch_pagedkv.ops.paged_attention"], []
+
+    def kernel(*arguments):
+        launches.extend(["CUDA C++"] if takes else [])
+        return takes
+
+    def launch(*arguments, long_only):
+        launches.append("Triton, long" if long_only else "Triton")
+
+    monkeypatch.setattr(module, "cuda_kernel", lambda stem: kernel)
+    monkeypatch.setattr(module, "cuda_attention_takes", lambda: lambda *arguments: takes)
+    monkeypatch.setattr(module, "triton_launcher", lambda stem: launch)
+    batch = PagedCase(name="choice", kv_lens=[40, 30], query_lens=query_lens, dtype=torch.bfloat16).build("cpu")
+    args, options = batch.attention
+    module._checked(module._cuda, refuses=True)(*args, **options)
+    assert launches == (launched if takes else ["Triton"])

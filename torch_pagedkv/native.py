@@ -30,7 +30,7 @@ STEMS = (
     "compute_slot_mapping",
 )
 CUDA_LIBRARY_NAME = "_cuda.abi3.so"
-CUDA_STEMS = ("reshape_and_cache",)
+CUDA_STEMS = ("reshape_and_cache", "paged_attention")
 
 
 def library_path(name: str = LIBRARY_NAME) -> Path | None:

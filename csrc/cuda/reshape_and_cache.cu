@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "checks.h"
+#include "device_index.cuh"
 #include "fp8_encode.cuh"
 #include "launch.h"
 #include "row_packs.cuh"

@@ -27,6 +27,16 @@ def cuda_kernel(stem: str) -> Callable[..., None] | None:
     return getattr(torch.ops.torch_pagedkv_cuda, stem).default
 
 
+# Query rows for each KV head that CUDA C++ attention takes of a sequence; longer ones are Triton's.
+CUDA_ROWS = 16
+
+
+@functools.cache
+def cuda_attention_takes() -> Callable[..., bool]:
+    """Return the function that says whether CUDA C++ attention takes (query, pools, block_table)."""
+    return torch.ops.torch_pagedkv_cuda.paged_attention_takes.default
+
+
 @functools.cache
 def triton_launcher(stem: str) -> Callable[..., None]:
     """Return the function that launches an op's Triton kernels; Triton is imported only now."""
