@@ -45,11 +45,11 @@ class BuildNative(build_ext):
             self.compiler.compile = compile_in_order
 
     def build_cuda(self, ext: Extension) -> None:
-        nvcc = cuda_library.find_nvcc()
+        nvcc, torch = cuda_library.find_nvcc(), torch_directory()
         try:
-            if nvcc is None:
-                raise RuntimeError("nvcc was not found")
-            cuda_library.build(Path(self.get_ext_fullpath(ext.name)).resolve(), torch_directory(), nvcc)
+            if nvcc is None or torch is None:
+                raise RuntimeError(f"no {'torch >= 2.10 to compile with' if torch is None else 'nvcc'} was found")
+            cuda_library.build(Path(self.get_ext_fullpath(ext.name)).resolve(), torch, nvcc)
         except Exception as error:
             print(
                 f"\ntorch_pagedkv: THE CUDA C++ KERNELS WERE NOT BUILT: {error}.\n"

@@ -151,6 +151,18 @@ def test_the_build_tells_torches_for_cuda_by_their_files(cuda: str, is_cuda: boo
         assert printed.strip() == str(is_cuda)
 
 
+EXTENSIONS = """
+from distutils.core import run_setup
+print(*(extension.name for extension in run_setup("setup.py", stop_after="init").ext_modules))
+"""
+
+
+@pytest.mark.parametrize("asked, is_built", [("1", True), ("0", False)])
+def test_the_cuda_library_is_built_where_it_is_asked_for(asked: str, is_built: bool) -> None:
+    printed = run_python("-c", f"import setuptools{EXTENSIONS}", TORCH_PAGEDKV_BUILD_CUDA=asked)
+    assert ("torch_pagedkv._cuda" in printed.split()) == is_built
+
+
 BLOCKED = """
 import warnings
 warnings.simplefilter("error")

@@ -120,7 +120,8 @@ void launch(DecodeProblem problem, const DecodeVariant& variant, const Tensor& l
     share_out(problem, variant, device);
     ctas = problem.ctas;
   } else {
-    problem.num_splits = static_cast<int>(std::min<int64_t>(problem.num_splits, most_tiles));
+    const int64_t most_splits = problem.num_sequences == 0 ? 1 : most_tiles;
+    problem.num_splits = static_cast<int>(std::min<int64_t>(problem.num_splits, most_splits));
     const int64_t rows = static_cast<int64_t>(problem.num_tokens) * problem.num_heads;
     problem.partial_rows = problem.num_splits == 1 ? 0 : problem.num_splits * rows;
     ctas = std::max<int64_t>(1, items * problem.num_splits);
