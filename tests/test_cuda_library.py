@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cases import PagedCase
 from torch_pagedkv import native
+from torch_pagedkv.ops import kernel_choice
 
 ROOT = Path(__file__).resolve().parents[1]
 ON_HOST = Path(__file__).parent / "cuda_on_host"
@@ -81,6 +83,16 @@ def test_the_library_needs_no_cuda_library():
     assert symbols and not any(name.startswith("cuda") for name in symbols)
 
 
+@pytest.mark.slow
+@needs_nvcc
+def test_kernels_of_every_architecture_compile_without_a_warning(tmp_path):
+    library = tmp_path / "library.so"
+    command = [sys.executable, str(ROOT / "_build/cuda_library.py"), str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    run_python(f"import torch; torch.ops.load_library({str(library)!r})")
+
+
 @pytest.mark.parametrize("value", ["1", "cuda", "cpu"])
 def test_a_part_can_be_switched_off(value):
     program = (
@@ -92,6 +104,15 @@ def test_a_part_can_be_switched_off(value):
     switched_off = "are switched off by TORCH_PAGEDKV_DISABLE_NATIVE"
     assert (switched_off in cpu) == (value != "cuda")
     assert (switched_off in cuda) == (value != "cpu")
+
+
+def test_the_library_is_not_used_on_a_gpu_that_it_has_no_code_for(monkeypatch):
+    monkeypatch.setattr(native, "why_cuda_missing", lambda: None)
+    library = SimpleNamespace(runs_on=lambda device: device == 1, reshape_and_cache=SimpleNamespace(default="kernel"))
+    monkeypatch.setattr(torch.ops, "torch_pagedkv_cuda", library, raising=False)
+    kernels = [kernel_choice.cuda_kernel.__wrapped__("reshape_and_cache", device) for device in (-1, 0, 1)]
+    assert kernels == [None, None, "kernel"]
+    assert kernel_choice.cuda_kernel.__wrapped__("gather_kv", 1) is None
 
 
 @pytest.mark.parametrize("takes", [True, False])
@@ -116,7 +137,7 @@ def test_which_kernels_read(query_lens, launched, takes, monkeypatch):
     def launch(*arguments, long_only):
         launches.append("Triton, long" if long_only else "Triton")
 
-    monkeypatch.setattr(module, "cuda_kernel", lambda stem: kernel)
+    monkeypatch.setattr(module, "cuda_kernel", lambda stem, device: kernel)
     monkeypatch.setattr(module, "cuda_attention_takes", lambda: lambda *arguments: takes)
     monkeypatch.setattr(module, "triton_launcher", lambda stem: launch)
     batch = PagedCase(name="choice", kv_lens=[40, 30], query_lens=query_lens, dtype=torch.bfloat16).build("cpu")

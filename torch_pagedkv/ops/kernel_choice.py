@@ -20,9 +20,11 @@ def native_kernel(stem: str) -> Callable[..., None] | None:
 
 
 @functools.cache
-def cuda_kernel(stem: str) -> Callable[..., None] | None:
-    """Return the CUDA C++ kernel of an op, or None where the library is missing or has none of it."""
-    if stem not in native.CUDA_STEMS or native.why_cuda_missing() is not None:
+def cuda_kernel(stem: str, device: int) -> Callable[..., None] | None:
+    """Return an op's CUDA C++ kernel, or None where the library is missing or has no code for that GPU."""
+    if device < 0 or stem not in native.CUDA_STEMS or native.why_cuda_missing() is not None:
+        return None
+    if not torch.ops.torch_pagedkv_cuda.runs_on(device):
         return None
     return getattr(torch.ops.torch_pagedkv_cuda, stem).default
 

@@ -314,7 +314,7 @@ def _cuda(query, batch, options):
         sizes = dict(block_size=block_size, num_blocks=num_blocks, window_left=options.window_left)
         value_checking.check_batch(_NAME, *batch[2:], num_tokens=query.shape[0], **sizes)
     out, lse = _outputs(query, batch, options)
-    kernel = cuda_kernel(_NAME)
+    kernel = cuda_kernel(_NAME, query.get_device())
     takes_short = kernel is not None
     if takes_short:
         arguments = (out, lse, query, *batch, *_for_kernel(query, options))

@@ -128,7 +128,7 @@ def _cpu(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_sc
 
 def _cuda(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_scale=None) -> None:
     arguments = (key, value, key_cache, value_cache, slot_mapping)
-    kernel = cuda_kernel(_NAME)
+    kernel = None if slot_mapping is None else cuda_kernel(_NAME, slot_mapping.get_device())
     if kernel is None or value_checking.enabled:
         _check(*arguments, k_scale, v_scale)
     if value_checking.enabled:
