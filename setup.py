@@ -1,6 +1,8 @@
 """Compiles csrc into torch_pagedkv/_native.abi3.so; everything else is in pyproject.toml.
 
-torch is only read from (headers and libraries), never imported: no nvcc, no ninja.
+torch is only read from (headers and libraries), never imported: no nvcc, no ninja. Where nvcc and a
+CUDA build of torch are found, csrc/cuda becomes a second library, torch_pagedkv/_cuda.abi3.so;
+``TORCH_PAGEDKV_BUILD_CUDA=1`` asks for it anyway, ``0`` never builds it.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT / "_build"))
 
-from backend import torch_directory  # noqa: E402
+import cuda_library  # noqa: E402
+from backend import is_cuda_build, torch_directory  # noqa: E402
 
 
 class BuildNative(build_ext):
     """Compile the files of the library side by side, and be loud where that is impossible."""
 
     def build_extension(self, ext: Extension) -> None:
+        if ext.name == cuda_library.NAME:
+            return self.build_cuda(ext)
         compile_in_order = self.compiler.compile
 
         def compile_side_by_side(sources, **options):
@@ -38,6 +43,27 @@ class BuildNative(build_ext):
             raise
         finally:
             self.compiler.compile = compile_in_order
+
+    def build_cuda(self, ext: Extension) -> None:
+        nvcc, torch = cuda_library.find_nvcc(), torch_directory()
+        try:
+            if nvcc is None or torch is None:
+                raise RuntimeError(f"no {'torch >= 2.10 to compile with' if torch is None else 'nvcc'} was found")
+            cuda_library.build(Path(self.get_ext_fullpath(ext.name)).resolve(), torch, nvcc)
+        except Exception as error:
+            print(
+                f"\ntorch_pagedkv: THE CUDA C++ KERNELS WERE NOT BUILT: {error}.\n"
+                "torch_pagedkv: the package installs without them; Triton serves CUDA tensors.\n",
+                file=sys.stderr,
+            )
+            if asked_for_cuda():
+                raise
+
+
+def asked_for_cuda() -> bool | None:
+    """Return what the environment says of the CUDA kernels, or None where it says nothing."""
+    variable = os.environ.get("TORCH_PAGEDKV_BUILD_CUDA", "")
+    return None if variable == "" else variable != "0"
 
 
 def say_not_built(reason: str) -> None:
@@ -88,8 +114,20 @@ def native_library() -> list[Extension]:
     ]
 
 
+def cuda_kernels() -> list[Extension]:
+    torch, asked = torch_directory(), asked_for_cuda()
+    found = cuda_library.find_nvcc() is not None and torch is not None and is_cuda_build(torch)
+    if sys.platform == "win32" or not (found if asked is None else asked):
+        return []
+    files = [str(path.relative_to(ROOT)) for path in cuda_library.sources()]
+    headers = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.*h"))
+    return [
+        Extension(cuda_library.NAME, sources=files, depends=headers, py_limited_api=True, optional=not asked),
+    ]
+
+
 setup(
-    ext_modules=native_library(),
+    ext_modules=native_library() + cuda_kernels(),
     cmdclass={"build_ext": BuildNative},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -40,6 +40,11 @@ def torch_directory() -> Path | None:
     return None
 
 
+def is_cuda_build(torch: Path) -> bool:
+    """Return whether a torch, given by its directory, was built for CUDA; it is not imported."""
+    return re.search(r"^cuda\b[^=]*=\s*['\"]", (torch / "version.py").read_text(), re.MULTILINE) is not None
+
+
 def _candidates() -> Iterator[Path]:
     spec = importlib.util.find_spec("torch")
     for location in (spec.submodule_search_locations or []) if spec else []:

@@ -1,11 +1,13 @@
-"""paged_attention on a CPU beside what people write instead, and beside the machine's limits.
+"""paged_attention on a CPU or a GPU beside what people use instead, and beside the machine's limits.
 
     python benchmarks/bench_paged_attention.py --threads 2 1
     python benchmarks/bench_paged_attention.py --plot docs/decode_on_cpu.png
+    python benchmarks/bench_paged_attention.py --device cuda
 
 Decode is compared with a sum over memory, prefill with a matrix product, both in the same rounds. "gather"
 is indexing by the block table and scaled_dot_product_attention; "dense" is scaled_dot_product_attention on
-keys and values that need no paging. Results are compared before anything is timed.
+keys and values that need no paging. Results are compared before anything is timed. On a GPU the peers are
+those of peers_on_cuda.py that are installed.
 """
 
 from __future__ import annotations
@@ -195,9 +197,14 @@ def main() -> None:
     arguments = parse(
         __doc__,
         seconds=1.0,
+        device={"default": "cpu", "choices": ["cpu", "cuda"]},
         only={"default": "decode,prefill"},
         plot={"help": "draw the decode steps into this file instead"},
     )
+    if arguments.device == "cuda":
+        import cuda_attention
+
+        return cuda_attention.run(arguments.only)
     torch.manual_seed(0)
     for threads in arguments.threads:
         torch.set_num_threads(threads)

@@ -1,6 +1,7 @@
-"""reshape_and_cache on a CPU beside index_copy_ and a plain copy of the same bytes.
+"""reshape_and_cache beside index_copy_ and a plain copy of the same bytes, or on a GPU beside vLLM's.
 
     python benchmarks/bench_reshape_and_cache.py --threads 2 1
+    python benchmarks/bench_reshape_and_cache.py --device cuda
 
 Keys and values are slices of a fused projection. "blocks" are slots as an allocator gives them, block by
 block; "tokens" are slots in random order. "native" is the C++ kernel without the checks in Python.
@@ -54,7 +55,11 @@ def calls_of(tokens: int, order: str, dtype: torch.dtype, pool: torch.dtype) -> 
 
 
 def main() -> None:
-    arguments = parse(__doc__, seconds=0.5)
+    arguments = parse(__doc__, seconds=0.5, device={"default": "cpu", "choices": ["cpu", "cuda"]})
+    if arguments.device == "cuda":
+        import cuda_writes
+
+        return cuda_writes.run()
     torch.manual_seed(0)
     for threads in arguments.threads:
         torch.set_num_threads(threads)

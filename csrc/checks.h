@@ -52,13 +52,22 @@ inline std::string shape_text(const Tensor& tensor) {
 
 inline constexpr int64_t kAnySize = -1;
 
+// The device whose memory the library's kernels read; nvcc compiles those of CUDA.
+#ifdef __CUDACC__
+inline constexpr const char* kServedDevice = "cuda";
+inline bool is_served(const Tensor& tensor) { return tensor.is_cuda(); }
+#else
+inline constexpr const char* kServedDevice = "cpu";
+inline bool is_served(const Tensor& tensor) { return tensor.is_cpu(); }
+#endif
+
 inline void check_shape(
     const char* op,
     const char* argument,
     const Tensor& tensor,
     std::initializer_list<int64_t> shape) {
   if (!tensor.defined()) refuse(op, argument, "None", "be a tensor");
-  if (!tensor.is_cpu()) refuse(op, argument, "another device", "be on cpu");
+  if (!is_served(tensor)) refuse(op, argument, "another device", "be on ", kServedDevice);
   bool matches = tensor.dim() == static_cast<int64_t>(shape.size());
   std::string expected;
   int64_t dim = 0;
@@ -192,7 +201,7 @@ class HeadValues {
       float otherwise)
       : otherwise_(otherwise) {
     if (!values) return;
-    if (!values->is_cpu()) refuse(op, argument, "another device", "be on cpu");
+    if (!is_served(*values)) refuse(op, argument, "another device", "be on ", kServedDevice);
     check_dtype(op, argument, *values, ScalarType::Float);
     const bool is_one = values->numel() == 1;
     if (values->dim() > 1 || (!is_one && values->numel() != heads)) {
@@ -205,6 +214,8 @@ class HeadValues {
   bool is_given() const { return data_ != nullptr; }
   bool is_one_for_all() const { return stride_ == 0; }
   float operator[](int64_t head) const { return data_ ? data_[head * stride_] : otherwise_; }
+  const float* data() const { return data_; }
+  int64_t stride() const { return stride_; }
 
  private:
   const float* data_ = nullptr;

@@ -10,15 +10,22 @@
 #include <cstdint>
 #include <cstring>
 
+// What CUDA kernels use as it stands.
+#ifdef __CUDACC__
+#define TORCH_PAGEDKV_HOST_DEVICE __host__ __device__
+#else
+#define TORCH_PAGEDKV_HOST_DEVICE
+#endif
+
 namespace torch_pagedkv {
 
-inline uint32_t float_bits(float value) {
+TORCH_PAGEDKV_HOST_DEVICE inline uint32_t float_bits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
-inline float float_from_bits(uint32_t bits) {
+TORCH_PAGEDKV_HOST_DEVICE inline float float_from_bits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
@@ -52,7 +59,7 @@ struct Fp8Rounding {
 };
 
 template <class Format>
-inline uint8_t float_to_fp8(float value, float scale) {
+TORCH_PAGEDKV_HOST_DEVICE inline uint8_t float_to_fp8(float value, float scale) {
   using Rounding = Fp8Rounding<Format>;
   const uint32_t quotient = float_bits(value / scale);
   const uint32_t magnitude = quotient & 0x7FFFFFFF;

@@ -142,6 +142,27 @@ def test_build_asks_for_a_torch_where_there_is_none() -> None:
     assert printed.strip() == "None ['torch==2.13.0']"
 
 
+@pytest.mark.parametrize("cuda, is_cuda", [("None", False), ("'13.0'", True)])
+def test_the_build_tells_torches_for_cuda_by_their_files(cuda: str, is_cuda: bool, tmp_path: Path) -> None:
+    for annotation in ("", ": Optional[str]"):
+        (tmp_path / "version.py").write_text(f"__version__ = '2.11.0'\ncuda{annotation} = {cuda}\nhip = '6'\n")
+        program = "import sys; sys.path.insert(0, '_build'); import backend, pathlib; "
+        printed = run_python("-c", f"{program}print(backend.is_cuda_build(pathlib.Path({str(tmp_path)!r})))")
+        assert printed.strip() == str(is_cuda)
+
+
+EXTENSIONS = """
+from distutils.core import run_setup
+print(*(extension.name for extension in run_setup("setup.py", stop_after="init").ext_modules))
+"""
+
+
+@pytest.mark.parametrize("asked, is_built", [("1", True), ("0", False)])
+def test_the_cuda_library_is_built_where_it_is_asked_for(asked: str, is_built: bool) -> None:
+    printed = run_python("-c", f"import setuptools{EXTENSIONS}", TORCH_PAGEDKV_BUILD_CUDA=asked)
+    assert ("torch_pagedkv._cuda" in printed.split()) == is_built
+
+
 BLOCKED = """
 import warnings
 warnings.simplefilter("error")

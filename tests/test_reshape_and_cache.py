@@ -38,6 +38,35 @@ def test_sources_are_not_altered(case, device):
         assert_same_bits(tensor, copy)
 
 
+# Calls of different sizes are cut differently on CUDA, and what is not aligned is moved in smaller pieces.
+@pytest.mark.parametrize("num_tokens", [1, 7, 1025, 20000])
+@pytest.mark.parametrize("pools", [(BF16, BF16), (FP32, FP32), (BF16, E4M3), (FP32, E5M2), (E4M3, E4M3)], ids=str)
+@pytest.mark.parametrize("shift", [0, 1, 4])
+def test_any_number_of_tokens_and_any_alignment(num_tokens, pools, shift, device):
+    dtype, pool_dtype = pools
+    heads, dim, block_size = 3, 40, 48
+    num_blocks = num_tokens // block_size + 3
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens].to(device)
+    slots[::5] = -1
+    rows = torch.randn((2, num_tokens, heads * dim + 8), generator=generator).to(dtype).to(device)
+    key, value = rows[..., shift : shift + heads * dim].unflatten(-1, (heads, dim)).unbind(0)
+    wide = torch.zeros((2, num_blocks, block_size, heads, dim + 2 * shift), device=device).to(pool_dtype)
+    caches = wide[..., shift : shift + dim].unbind(0)
+    scales = torch.tensor([0.5, 3.0, 1.0], device=device) if dtype != pool_dtype else None
+    torch_pagedkv.reshape_and_cache(key, value, *caches, slots, k_scale=scales, v_scale=scales)
+    kept = slots >= 0
+    for source, cache in ((key, caches[0]), (value, caches[1])):
+        source = source[kept]
+        if dtype != pool_dtype:
+            source = reference.quantisation.quantise(source, pool_dtype, scales)
+        expected = torch.zeros((num_blocks * block_size, heads, dim), device=device).to(pool_dtype)
+        bits(expected)[slots[kept]] = bits(source)
+        assert_same_bits(cache.contiguous().view(-1, heads, dim), expected)
+    assert bits(wide[..., :shift].contiguous()).count_nonzero() == 0
+    assert bits(wide[..., shift + dim :].contiguous()).count_nonzero() == 0
+
+
 def test_checkpoint_slot_36(device):
     """block_size 16, block_table [7, 2, 9], position 20: physical block 2, offset 4, slot 36."""
     key_cache, value_cache = torch.zeros((2, 10, 16, 1, 8), device=device).unbind(0)

@@ -27,7 +27,7 @@ def refusal(function, call) -> ValueError:
 def call_cuda_kernel(op: str, call: dict, monkeypatch) -> list[str]:
     """Give CPU tensors to the kernel that serves CUDA; return the launches that it asked for."""
     module, launches = sys.modules[f"torch_pagedkv.ops.{op}"], []
-    monkeypatch.setattr(module, "triton_launcher", lambda stem: lambda *args: launches.append(stem))
+    monkeypatch.setattr(module, "triton_launcher", lambda stem: lambda *args, **options: launches.append(stem))
     kernel = module._checked(module._cuda) if op == "paged_attention" else module._cuda
     kernel(**call)
     return launches

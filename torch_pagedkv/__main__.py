@@ -47,6 +47,10 @@ def print_info(options: argparse.Namespace) -> int:
         print(f"           compiled with torch {native['compiled_with_torch']}")
     if native["cpu_capability"]:
         print(f"           {native['cpu_capability']} kernels on this CPU")
+    print(f"  for cuda {facts['cuda']['library'] or 'none'}")
+    if facts["cuda"]["library"]:
+        in_use = facts["cuda"]["reason_missing"] or f"compiled with torch {facts['cuda']['compiled_with_torch']}"
+        print(f"           {in_use}")
     for device, kernels in facts["kernels"].items():
         reason = facts["why"].get(device)
         print(f"kernels on {device}{f' ({reason})' if reason else ''}")

@@ -21,12 +21,14 @@ def build_info() -> dict[str, Any]:
     """Describe the installation as a dictionary that ``json.dumps`` takes.
 
     ``kernels`` names, for each device and op, what serves it: ``"C++"`` or ``"reference"`` on CPU,
-    ``"Triton"`` or None on CUDA. ``why`` has a sentence for each device that lacks its kernels.
+    ``"CUDA C++"``, ``"Triton"`` or None on CUDA (CUDA C++ leaves some calls to Triton). ``why`` has a
+    sentence for each device that lacks its kernels.
 
     Returns:
         A new dictionary: version, python, torch, torch_cuda (the CUDA version torch was built for,
         or None), triton, native (library, compiled_with_torch, cpu_capability, reason_missing),
-        kernels, why. ``cpu_capability`` is the instruction set of the C++ kernels in use.
+        cuda (library, compiled_with_torch, reason_missing), kernels, why. ``cpu_capability`` is the
+        instruction set of the C++ kernels in use.
 
     Raises:
         Nothing.
@@ -43,7 +45,11 @@ def build_info() -> dict[str, Any]:
     why_no_triton = _why_no_triton()
     cpu_capability, why_no_capability = _cpu_capability()
     on_cpu = "reference" if reason_missing else "C++"
-    on_cuda = None if why_no_triton else "Triton"
+    on_cuda = {stem: None if why_no_triton else "Triton" for stem in native.STEMS}
+    reason_no_cuda = native.why_cuda_missing()
+    if reason_no_cuda is None:
+        on_cuda.update((stem, "CUDA C++") for stem in native.CUDA_STEMS)
+    cuda_library = native.library_path(native.CUDA_LIBRARY_NAME)
     why = {"cpu": reason_missing or why_no_capability, "cuda": why_no_triton}
     return {
         "version": VERSION,
@@ -57,9 +63,14 @@ def build_info() -> dict[str, Any]:
             "cpu_capability": cpu_capability,
             "reason_missing": reason_missing,
         },
+        "cuda": {
+            "library": str(cuda_library) if cuda_library else None,
+            "compiled_with_torch": native.compiled_with(native.CUDA_LIBRARY_NAME),
+            "reason_missing": reason_no_cuda,
+        },
         "kernels": {
             "cpu": {stem: on_cpu for stem in native.STEMS},
-            "cuda": {stem: on_cuda for stem in native.STEMS},
+            "cuda": on_cuda,
         },
         "why": {device: reason for device, reason in why.items() if reason},
     }

@@ -1,6 +1,11 @@
 """Tests of paged_attention, on the interpreted Triton kernels."""
 
+import torch
+
+from cases import BF16, PagedCase
+from pools import assert_same_bits
 from test_paged_attention import (  # noqa: F401
+    attend,
     test_a_window_as_long_as_the_sequence_is_no_window,
     test_chunk_equals_single_steps,
     test_decode_needs_no_causal_mask,
@@ -15,3 +20,18 @@ from test_paged_attention import (  # noqa: F401
     test_visible_values_that_are_not_finite_reach_the_output,
     test_window_of_one_token_returns_its_own_value,
 )
+from torch_pagedkv.triton_kernels.paged_attention import launch
+
+
+def test_long_only_leaves_short_sequences_alone():
+    """Short are those of at most 16 rows for each KV head: 8 tokens of 2 heads."""
+    case = PagedCase(name="long", kv_lens=[60, 30, 9, 20], query_lens=[20, 1, 8, 9], dtype=BF16)
+    batch = case.with_(options={"num_splits": 1}).build("cpu")
+    expected, expected_lse = attend(batch)
+    out, lse = torch.full_like(expected, torch.nan), torch.full_like(expected_lse, torch.nan)
+    scale, options = batch.query.shape[2] ** -0.5, (True, -1, -1, 0.0, None, None, None, None, 1)
+    launch(out, lse, *batch.attention[0], scale, *options, long_only=True)
+    is_long = torch.tensor([True] * 20 + [False] * 9 + [True] * 9)
+    assert_same_bits(out[is_long], expected[is_long])
+    assert_same_bits(lse[:, is_long], expected_lse[:, is_long])
+    assert out[~is_long].isnan().all() and lse[:, ~is_long].isnan().all()

@@ -1,4 +1,4 @@
-"""Which kernel serves a device: C++ on CPU where the library was built, Triton on CUDA."""
+"""Which kernel serves a device: C++ where a library was built; else the reference on CPU, Triton on CUDA."""
 
 from __future__ import annotations
 
@@ -17,6 +17,26 @@ def native_kernel(stem: str) -> Callable[..., None] | None:
     if not native.is_available():
         return None
     return getattr(torch.ops.torch_pagedkv_native, stem).default
+
+
+@functools.cache
+def cuda_kernel(stem: str, device: int) -> Callable[..., None] | None:
+    """Return an op's CUDA C++ kernel, or None where the library is missing or has no code for that GPU."""
+    if device < 0 or stem not in native.CUDA_STEMS or native.why_cuda_missing() is not None:
+        return None
+    if not torch.ops.torch_pagedkv_cuda.runs_on(device):
+        return None
+    return getattr(torch.ops.torch_pagedkv_cuda, stem).default
+
+
+# Query rows for each KV head that CUDA C++ attention takes of a sequence; longer ones are Triton's.
+CUDA_ROWS = 16
+
+
+@functools.cache
+def cuda_attention_takes() -> Callable[..., bool]:
+    """Return the function that says whether CUDA C++ attention takes (query, pools, block_table)."""
+    return torch.ops.torch_pagedkv_cuda.paged_attention_takes.default
 
 
 @functools.cache

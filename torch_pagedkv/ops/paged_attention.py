@@ -28,7 +28,13 @@ from torch_pagedkv.ops.argument_checks import (
     check_tensors,
     differ,
 )
-from torch_pagedkv.ops.kernel_choice import native_kernel, triton_launcher
+from torch_pagedkv.ops.kernel_choice import (
+    CUDA_ROWS,
+    cuda_attention_takes,
+    cuda_kernel,
+    native_kernel,
+    triton_launcher,
+)
 from torch_pagedkv.ops.registration import register_op
 
 _NAME = "paged_attention"
@@ -284,24 +290,44 @@ def _cpu(query, batch, options):
         named = options._asdict()
         window_size = (named.pop("window_left"), named.pop("window_right"))
         return reference.paged_attention(query, *batch, window_size=window_size, **named)
+    options = _for_kernel(query, options)
+    out, lse = _outputs(query, batch, options)
+    kernel(out, lse, query, *batch, *options)
+    return out, lse
+
+
+def _for_kernel(query, options: _Options) -> _Options:
+    """Check what a C++ kernel can not see, and give it float32 for each head."""
     check_options(_NAME, options.softmax_scale, options.softcap, options.num_splits)
     for name in ("alibi_slopes", "sinks"):
         per_head = getattr(options, name)
         if per_head is not None:
             check_per_head(_NAME, name, per_head, query)
             options = options._replace(**{name: per_head.float().contiguous()})
-    out, lse = _outputs(query, batch, options)
-    kernel(out, lse, query, *batch, *options)
-    return out, lse
+    return options
 
 
 def _cuda(query, batch, options):
     if value_checking.enabled:
+        _check(query, *batch, options)
         num_blocks, block_size = batch[0].shape[:2]
         sizes = dict(block_size=block_size, num_blocks=num_blocks, window_left=options.window_left)
         value_checking.check_batch(_NAME, *batch[2:], num_tokens=query.shape[0], **sizes)
     out, lse = _outputs(query, batch, options)
-    triton_launcher(_NAME)(out, lse, query, *batch, *options)
+    kernel = cuda_kernel(_NAME, query.get_device())
+    takes_short = kernel is not None
+    if takes_short:
+        arguments = (out, lse, query, *batch, *_for_kernel(query, options))
+        are_short = batch[4] is None or query.shape[0] * query.shape[1] <= CUDA_ROWS * batch[0].shape[2]
+        if are_short and kernel(*arguments):
+            return out, lse
+        takes_short = not are_short and cuda_attention_takes()(query, *batch[:3])
+    _check(query, *batch, options)
+    # Only the device knows lengths. Triton writes the rows of longer sequences, then CUDA C++ those of
+    # the others; a sequence's own rows alone decide, so its bits do not depend on its batch.
+    triton_launcher(_NAME)(out, lse, query, *batch, *options, long_only=takes_short)
+    if takes_short:
+        kernel(*arguments)
     return out, lse
 
 
@@ -311,6 +337,6 @@ _OP = register_op(
     "int[] window_size=[-1, -1], float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
     "Tensor? k_scale=None, Tensor? v_scale=None, int num_splits=0) -> (Tensor, Tensor)",
     cpu=_checked(_cpu, refuses=True),
-    cuda=_checked(_cuda),
+    cuda=_checked(_cuda, refuses=True),
     fake=_checked(_outputs),
 )

@@ -20,7 +20,7 @@ from torch_pagedkv.ops.argument_checks import (
     exceeds,
     fix_storage_offsets,
 )
-from torch_pagedkv.ops.kernel_choice import native_kernel, triton_launcher
+from torch_pagedkv.ops.kernel_choice import cuda_kernel, native_kernel, triton_launcher
 from torch_pagedkv.ops.registration import register_op
 
 _NAME = "reshape_and_cache"
@@ -123,23 +123,31 @@ def _cpu(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_sc
     if kernel is None:
         _check(*arguments, k_scale, v_scale)
         return reference.reshape_and_cache(*arguments, k_scale=k_scale, v_scale=v_scale)
-    if any(pool is None or pool.requires_grad for pool in (key_cache, value_cache)):
+    _run(kernel, arguments, k_scale, v_scale)
+
+
+def _cuda(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_scale=None) -> None:
+    arguments = (key, value, key_cache, value_cache, slot_mapping)
+    kernel = None if slot_mapping is None else cuda_kernel(_NAME, slot_mapping.get_device())
+    if kernel is None or value_checking.enabled:
+        _check(*arguments, k_scale, v_scale)
+    if value_checking.enabled:
+        value_checking.check_write(_NAME, slot_mapping, key_cache)
+    if kernel is None:
+        return triton_launcher(_NAME)(*arguments, k_scale, v_scale)
+    _run(kernel, arguments, k_scale, v_scale)
+
+
+def _run(kernel, arguments, k_scale, v_scale) -> None:
+    """Call a C++ kernel, which refuses what _check refuses in a fraction of its time; _check has the words."""
+    if any(pool is None or pool.requires_grad for pool in arguments[2:4]):
         _check(*arguments, k_scale, v_scale)  # what a kernel cannot see
-    # The kernel refuses all else that _check refuses, in a fraction of its time; _check has the words.
     try:
         return kernel(*arguments, k_scale, v_scale)
     except Exception as error:
         refusal = error
     _check(*arguments, k_scale, v_scale)
     raise refusal
-
-
-def _cuda(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_scale=None) -> None:
-    _check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    if value_checking.enabled:
-        value_checking.check_write(_NAME, slot_mapping, key_cache)
-    launch = triton_launcher(_NAME)
-    launch(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
 
 def _fake(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_scale=None) -> None:

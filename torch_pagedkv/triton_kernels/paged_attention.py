@@ -209,7 +209,12 @@ def _alignment(cache: torch.Tensor) -> int:
 def launch(
     out, lse, query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, softmax_scale,
     causal, window_left, window_right, softcap, alibi_slopes, sinks, k_scale, v_scale, num_splits,
+    long_only=False,
 ) -> None:  # fmt: skip
+    """Launch the grids of a call; ``long_only``: what another kernel writes afterwards is left undefined.
+
+    That kernel takes the sequences of up to 16 rows for each KV head, and those of one token.
+    """
     num_tokens, num_heads, value_dim = out.shape
     num_blocks, block_size, kv_heads, key_dim = key_cache.shape
     num_sequences, max_blocks = block_table.shape
@@ -241,6 +246,10 @@ def launch(
     num_splits, least_tiles = choose_splits(
         num_splits, grids[short], grids.get(long, 0), max_positions, short.keys, limits
     )
+    if long_only:
+        # The same sequences are short to both: one token's heads fill more than half of short.rows,
+        # or else it is 16.
+        del grids[short]
     partials = lse
     if num_splits > 1:
         elements = num_splits * num_tokens * num_heads * (value_dim + 2)

@@ -1,0 +1,9 @@
+// Decode attention for pools of float8_e5m2.
+
+#include "decode_variant.cuh"
+
+namespace torch_pagedkv {
+
+const DecodeVariant& decode_variant_e5m2(int dim) { return decode_variant_of<E5M2Pool>(dim); }
+
+}  // namespace torch_pagedkv

@@ -1,0 +1,86 @@
+// What a launch of decode attention knows: shapes, strides and addresses. Lengths stay on the device.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "device_index.cuh"
+
+namespace torch_pagedkv {
+
+// Query rows that a CTA takes at once: (token, head) pairs of one sequence and one KV head.
+inline constexpr int kRows = 16;
+inline constexpr int kWarps = 4;
+inline constexpr int kDecodeThreads = 32 * kWarps;
+
+// One float for each head, in device memory; null: none given.
+struct HeadFloats {
+  const float* data = nullptr;
+  int64_t stride = 0;
+
+  __device__ float at(int64_t head, float otherwise) const {
+    return data ? data[head * stride] : otherwise;
+  }
+};
+
+// Keys or values. Strides are in bytes.
+struct PoolRows {
+  const char* data;
+  int64_t block_stride, offset_stride, head_stride;
+  int row_bytes;
+};
+
+struct DecodeProblem {
+  char* out;
+  float* lse;
+  float* partials;  // [partial_rows, value_dim] rows, then a maximum and a total for each
+  int64_t partial_rows;
+
+  const char* query;
+  int64_t query_token_stride, query_head_stride;  // in bytes
+  bool query_is_bfloat16, query_is_aligned;
+
+  PoolRows keys, values;
+  const char* table;
+  int64_t table_stride;  // in bytes
+  bool table_is_wide;
+  DeviceIndices lengths, starts;  // starts.data null: one query token for each sequence
+  HeadFloats slopes, sinks, k_scales, v_scales;
+
+  int num_tokens, num_sequences, num_blocks, block_size, block_shift, max_positions;
+  int num_heads, num_kv_heads, group;
+  int head_tiles, heads_of_tile;  // the heads of a group, cut so that one token's fit kRows
+  int key_dim, value_dim;
+
+  float softmax_scale, softcap, inverse_softcap;
+  int64_t window_left, window_right;  // -1: unlimited
+
+  // 0: CTAs share out all tiles evenly. Otherwise at most so many parts of an item.
+  int num_splits;
+  int ctas, least_tiles, rows_of_slot;
+  bool slots_by_item;
+
+  // A sequence's items: its keys once for each KV head and each tile of heads.
+  __host__ __device__ int items_of_sequence() const { return num_kv_heads * head_tiles; }
+};
+
+// The kernels of one pool dtype and one width of heads; what a grid is made from.
+struct DecodeVariant {
+  int tile;          // positions that a CTA takes at a time
+  int ctas;          // of a multiprocessor
+  int shared_bytes;  // of a CTA
+  cudaError_t (*attend)(const DecodeProblem& problem, int64_t ctas, cudaStream_t stream);
+  cudaError_t (*merge)(const DecodeProblem& problem, int64_t ctas, cudaStream_t stream);
+};
+
+inline constexpr int kMostDecodeDim = 256;
+
+// The variant for heads of up to kMostDecodeDim elements, the wider of keys and values.
+const DecodeVariant& decode_variant_bfloat16(int dim);
+const DecodeVariant& decode_variant_float16(int dim);
+const DecodeVariant& decode_variant_e4m3(int dim);
+const DecodeVariant& decode_variant_e5m2(int dim);
+
+}  // namespace torch_pagedkv

@@ -1,0 +1,302 @@
+// paged_attention: softmax(query . keys) . values, keys and values read through the block table.
+//
+// This file checks the arguments, says which calls these kernels take, and launches them. They serve
+// sequences with up to 16 query rows for each KV head (decode, speculation); rows of longer ones are
+// left as they are, for the kernel that the caller launches before this one.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cfloat>
+
+#include "checks.h"
+#include "decode_problem.h"
+#include "launch.h"
+
+namespace torch_pagedkv {
+namespace {
+
+constexpr const char* kOp = "paged_attention";
+
+// Positions and counts fit into int32, with room for a tile.
+constexpr int64_t kMostCount = INT32_MAX - 4096;
+// Partial results take no more memory than so many for each row of the output.
+constexpr int64_t kMostSplits = 64;
+// A part of fewer positions costs more to merge than it saves.
+constexpr int64_t kLeastPositionsOfPart = 128;
+
+const DecodeVariant& variant_of(const Tensor& key_cache, const Tensor& value_cache) {
+  const int dim = static_cast<int>(std::max(key_cache.size(3), value_cache.size(3)));
+  switch (key_cache.scalar_type()) {
+    case ScalarType::BFloat16: return decode_variant_bfloat16(dim);
+    case ScalarType::Half: return decode_variant_float16(dim);
+    case ScalarType::Float8_e4m3fn: return decode_variant_e4m3(dim);
+    default: return decode_variant_e5m2(dim);
+  }
+}
+
+// Rows are copied in pieces of 16 bytes, and 8 output elements are written at once.
+bool takes_pool(const Tensor& cache) {
+  const int64_t element = static_cast<int64_t>(cache.element_size());
+  bool is_aligned = reinterpret_cast<intptr_t>(cache.data_ptr()) % 16 == 0;
+  is_aligned = is_aligned && cache.size(3) * element % 16 == 0;
+  for (int64_t dim = 0; dim < 3; ++dim) {
+    is_aligned = is_aligned && (cache.size(dim) == 1 || cache.stride(dim) * element % 16 == 0);
+  }
+  return is_aligned && cache.size(3) <= kMostDecodeDim;
+}
+
+// Whether these kernels take a call, as far as its sequences are short enough: the one place that
+// says so. It depends on nothing that differs between the batches of a model.
+bool takes(
+    const Tensor& query,
+    const Tensor& key_cache,
+    const Tensor& value_cache,
+    const Tensor& block_table) {
+  if (query.scalar_type() == ScalarType::Float) return false;  // exact products have no matrix unit
+  if (!takes_pool(key_cache) || !takes_pool(value_cache)) return false;
+  for (const int64_t count :
+       {query.size(0), query.size(1), block_table.size(0), key_cache.size(0), key_cache.size(1)}) {
+    if (count > kMostCount) return false;
+  }
+  if (key_cache.size(0) == 0) return false;
+  if (block_table.size(1) > kMostCount / key_cache.size(1)) return false;
+  const int32_t device = key_cache.get_device_index();
+  return device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 8 &&
+         device_attribute(kOp, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) >=
+             variant_of(key_cache, value_cache).shared_bytes;
+}
+
+bool paged_attention_takes(
+    const Tensor& query,
+    const Tensor& key_cache,
+    const Tensor& value_cache,
+    const Tensor& block_table) {
+  check_pools(kOp, key_cache, value_cache);
+  check_rows(kOp, "query", query, {kAnySize, kAnySize, key_cache.size(3)});
+  check_table(kOp, block_table, key_cache.size(1));
+  return takes(query, key_cache, value_cache, block_table);
+}
+
+PoolRows pool_rows(const Tensor& cache) {
+  const Pool pool(cache);
+  return {
+      pool.data, pool.block_stride, pool.offset_stride, pool.head_stride,
+      static_cast<int>(pool.row_bytes())};
+}
+
+HeadFloats floats_of(const HeadValues& values) { return {values.data(), values.stride()}; }
+
+// CTAs that share out the tiles, and the slots of their partial results.
+void share_out(DecodeProblem& problem, const DecodeVariant& variant, int32_t device) {
+  const int64_t items = static_cast<int64_t>(problem.num_sequences) * problem.items_of_sequence();
+  const int64_t rows = static_cast<int64_t>(problem.num_tokens) * problem.num_heads;
+  const int64_t most_tiles = std::max(1, (problem.max_positions + variant.tile - 1) / variant.tile);
+  const int64_t least = std::max<int64_t>(1, kLeastPositionsOfPart / variant.tile);
+  const int64_t most_tokens = problem.starts.data ? problem.num_tokens : 1;
+  const int64_t rows_of_slot = std::min<int64_t>(kRows, problem.heads_of_tile * most_tokens);
+  const int64_t multiprocessors =
+      device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
+  const int64_t resident = variant.ctas * multiprocessors;
+  const int64_t most_slots = kMostSplits * rows / rows_of_slot;
+  int64_t ctas = std::min(resident, (items * most_tiles + least - 1) / least);
+  problem.slots_by_item = items < ctas && items < most_slots;
+  ctas = std::min(ctas, problem.slots_by_item ? most_slots - items : most_slots / 2);
+  ctas = std::max<int64_t>(ctas, 1);
+  problem.ctas = static_cast<int>(ctas);
+  problem.least_tiles = static_cast<int>(least);
+  problem.rows_of_slot = static_cast<int>(rows_of_slot);
+  const int64_t slots = problem.slots_by_item ? ctas + items : 2 * ctas;
+  problem.partial_rows = ctas == 1 || most_tiles == 1 ? 0 : slots * rows_of_slot;
+}
+
+void launch(DecodeProblem problem, const DecodeVariant& variant, const Tensor& lse) {
+  const int32_t device = lse.get_device_index();
+  const int64_t items = static_cast<int64_t>(problem.num_sequences) * problem.items_of_sequence();
+  const int64_t most_tiles = std::max(1, (problem.max_positions + variant.tile - 1) / variant.tile);
+  int64_t ctas;
+  if (problem.num_splits == 0) {
+    share_out(problem, variant, device);
+    ctas = problem.ctas;
+  } else {
+    const int64_t most_splits = problem.num_sequences == 0 ? 1 : most_tiles;
+    problem.num_splits = static_cast<int>(std::min<int64_t>(problem.num_splits, most_splits));
+    const int64_t rows = static_cast<int64_t>(problem.num_tokens) * problem.num_heads;
+    problem.partial_rows = problem.num_splits == 1 ? 0 : problem.num_splits * rows;
+    ctas = std::max<int64_t>(1, items * problem.num_splits);
+  }
+  if (ctas > INT32_MAX || items > INT32_MAX) {
+    const std::string actual = std::to_string(problem.num_splits);
+    refuse(kOp, "num_splits", actual, "give less than 2**31 parts of all sequences and heads");
+  }
+  std::optional<Tensor> scratch;
+  if (problem.partial_rows > 0) {
+    const int64_t size = problem.partial_rows * (problem.value_dim + 2);
+    scratch.emplace(torch::stable::new_empty(lse, {size}));
+    problem.partials = static_cast<float*>(scratch->data_ptr());
+  }
+  const cudaStream_t stream = current_stream(device);
+  check_cuda(kOp, variant.attend(problem, ctas, stream));
+  if (problem.partial_rows > 0) check_cuda(kOp, variant.merge(problem, items, stream));
+}
+
+void check_all(
+    const Tensor& out,
+    const Tensor& lse,
+    const Tensor& query,
+    const Tensor& key_cache,
+    const Tensor& value_cache,
+    const Tensor& block_table,
+    const Tensor& seqused_k,
+    const std::optional<Tensor>& cu_seqlens_q,
+    const std::optional<Tensor>& k_scale,
+    const std::optional<Tensor>& v_scale) {
+  check_pools(kOp, key_cache, value_cache);
+  check_rows(kOp, "query", query, {kAnySize, kAnySize, key_cache.size(3)});
+  check_query_dtype(kOp, "query", query);
+  const int64_t tokens = query.size(0), heads = query.size(1), num_kv_heads = key_cache.size(2);
+  if (heads % num_kv_heads != 0 || heads == 0) {
+    const std::string actual = shape_text(query);
+    refuse(kOp, "query", actual, "have a multiple of num_kv_heads = ", num_kv_heads, " heads");
+  }
+  if (!is_fp8(key_cache.scalar_type())) {
+    check_dtype(kOp, "query", query, key_cache.scalar_type());
+    check_no_scale(kOp, "k_scale", k_scale);
+    check_no_scale(kOp, "v_scale", v_scale);
+  }
+  check_table(kOp, block_table, key_cache.size(1));
+  const int64_t num_sequences = block_table.size(0);
+  check_index(kOp, "seqused_k", seqused_k, {num_sequences});
+  if (cu_seqlens_q) {
+    check_index(kOp, "cu_seqlens_q", *cu_seqlens_q, {num_sequences + 1});
+  } else if (tokens != num_sequences) {
+    const std::string actual = shape_text(query);
+    refuse(
+        kOp,
+        "query",
+        actual,
+        "have one token for each of the ",
+        num_sequences,
+        " sequences without cu_seqlens_q");
+  }
+  check_contiguous(kOp, "out", out, {tokens, heads, value_cache.size(3)});
+  check_dtype(kOp, "out", out, query.scalar_type());
+  check_contiguous(kOp, "lse", lse, {heads, tokens});
+  check_dtype(kOp, "lse", lse, ScalarType::Float);
+}
+
+// Returns false where the call is left to another kernel; nothing is done then.
+bool paged_attention(
+    const Tensor& out,
+    const Tensor& lse,
+    const Tensor& query,
+    const Tensor& key_cache,
+    const Tensor& value_cache,
+    const Tensor& block_table,
+    const Tensor& seqused_k,
+    const std::optional<Tensor>& cu_seqlens_q,
+    double softmax_scale,
+    bool causal,
+    int64_t window_left,
+    int64_t window_right,
+    double softcap,
+    const std::optional<Tensor>& alibi_slopes,
+    const std::optional<Tensor>& sinks,
+    const std::optional<Tensor>& k_scale,
+    const std::optional<Tensor>& v_scale,
+    int64_t num_splits) {
+  check_all(
+      out, lse, query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, k_scale,
+      v_scale);
+  const int64_t tokens = query.size(0), heads = query.size(1), num_kv_heads = key_cache.size(2);
+  const HeadValues slopes(kOp, "alibi_slopes", alibi_slopes, heads, 0.0f);
+  const HeadValues sink_values(kOp, "sinks", sinks, heads, 0.0f);
+  const HeadValues k_scales(kOp, "k_scale", k_scale, num_kv_heads, 1.0f);
+  const HeadValues v_scales(kOp, "v_scale", v_scale, num_kv_heads, 1.0f);
+  const int32_t device = key_cache.get_device_index();
+  check_one_device(
+      kOp,
+      device,
+      {{"out", out},
+       {"lse", lse},
+       {"query", query},
+       {"value_cache", value_cache},
+       {"block_table", block_table},
+       {"seqused_k", seqused_k},
+       {"cu_seqlens_q", cu_seqlens_q},
+       {"alibi_slopes", alibi_slopes},
+       {"sinks", sinks},
+       {"k_scale", k_scale},
+       {"v_scale", v_scale}});
+  if (!takes(query, key_cache, value_cache, block_table)) return false;
+  if (tokens == 0) return true;
+
+  DecodeProblem problem{};
+  problem.out = static_cast<char*>(out.data_ptr());
+  problem.lse = static_cast<float*>(lse.data_ptr());
+  const TokenRows rows(query);
+  problem.query = rows.data;
+  problem.query_token_stride = rows.token_stride;
+  problem.query_head_stride = rows.head_stride;
+  problem.query_is_bfloat16 = rows.dtype == ScalarType::BFloat16;
+  problem.query_is_aligned = reinterpret_cast<intptr_t>(rows.data) % 16 == 0 &&
+                             rows.token_stride % 16 == 0 && rows.head_stride % 16 == 0;
+  problem.keys = pool_rows(key_cache);
+  problem.values = pool_rows(value_cache);
+  problem.table = static_cast<const char*>(block_table.data_ptr());
+  problem.table_is_wide = block_table.scalar_type() == ScalarType::Long;
+  problem.table_stride = block_table.stride(0) * static_cast<int64_t>(block_table.element_size());
+  problem.lengths = DeviceIndices(seqused_k);
+  if (cu_seqlens_q) problem.starts = DeviceIndices(*cu_seqlens_q);
+  problem.slopes = floats_of(slopes);
+  problem.sinks = floats_of(sink_values);
+  problem.k_scales = floats_of(k_scales);
+  problem.v_scales = floats_of(v_scales);
+  problem.num_tokens = static_cast<int>(tokens);
+  problem.num_sequences = static_cast<int>(block_table.size(0));
+  problem.num_blocks = static_cast<int>(key_cache.size(0));
+  problem.block_size = static_cast<int>(key_cache.size(1));
+  problem.block_shift = shift_of(key_cache.size(1));
+  problem.max_positions = static_cast<int>(block_table.size(1) * key_cache.size(1));
+  problem.num_heads = static_cast<int>(heads);
+  problem.num_kv_heads = static_cast<int>(num_kv_heads);
+  problem.group = static_cast<int>(heads / num_kv_heads);
+  problem.head_tiles = (problem.group + kRows - 1) / kRows;
+  problem.heads_of_tile = (problem.group + problem.head_tiles - 1) / problem.head_tiles;
+  problem.key_dim = static_cast<int>(key_cache.size(3));
+  problem.value_dim = static_cast<int>(value_cache.size(3));
+  problem.softmax_scale = static_cast<float>(softmax_scale);
+  problem.softcap = static_cast<float>(softcap);
+  problem.inverse_softcap =
+      softcap > 0 ? static_cast<float>(std::min(1.0 / softcap, static_cast<double>(FLT_MAX))) : 0.0f;
+  // No key is farther than this from any row: a wider window has no limit.
+  const int64_t farthest = problem.max_positions + tokens;
+  problem.window_left = window_left >= farthest ? -1 : window_left;
+  problem.window_right = causal ? 0 : window_right >= farthest ? -1 : window_right;
+  problem.num_splits = static_cast<int>(std::min<int64_t>(num_splits, kMostCount));
+
+  const OnDevice on_device(device);
+  launch(problem, variant_of(key_cache, value_cache), lse);
+  return true;
+}
+
+}  // namespace
+}  // namespace torch_pagedkv
+
+STABLE_TORCH_LIBRARY_FRAGMENT(torch_pagedkv_cuda, library) {
+  library.def(
+      "paged_attention(Tensor(a!) out, Tensor(b!) lse, Tensor query, Tensor key_cache, "
+      "Tensor value_cache, Tensor block_table, Tensor seqused_k, Tensor? cu_seqlens_q, "
+      "float softmax_scale, bool causal, int window_left, int window_right, float softcap, "
+      "Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, int num_splits) "
+      "-> bool");
+  library.def(
+      "paged_attention_takes(Tensor query, Tensor key_cache, Tensor value_cache, "
+      "Tensor block_table) -> bool");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(torch_pagedkv_cuda, CUDA, library) {
+  library.impl("paged_attention", TORCH_BOX(&torch_pagedkv::paged_attention));
+  library.impl("paged_attention_takes", TORCH_BOX(&torch_pagedkv::paged_attention_takes));
+}

@@ -1,0 +1,95 @@
+// Scores, weights, and the state of an online softmax, with the same rules as everywhere: differences
+// of scores are multiplied by log2(e), not scores, so the largest score has the weight 1 exactly.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cfloat>
+#include <cstdint>
+
+namespace torch_pagedkv {
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+
+__device__ inline float power_of_two(float exponent) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
+  return result;
+}
+
+// The weight of a score or a maximum relative to `reference`, which is finite.
+__device__ inline float weight_of(float score, float reference) {
+  return power_of_two((score - reference) * kLog2E);
+}
+
+// A maximum to subtract: minus infinity less itself would be NaN.
+__device__ inline float reference_of(float maximum) {
+  return maximum == -INFINITY ? 0.0f : maximum;
+}
+
+// An overflowed score is still a score: a row whose only key has one takes that key's value.
+__device__ inline float without_infinity(float score) {
+  return fabsf(score) == INFINITY ? copysignf(FLT_MAX, score) : score;
+}
+
+// With exponentials of negative numbers only, nothing overflows. Near 0 the quotient cancels, and the
+// odd Taylor polynomial is exact to float32 there.
+__device__ inline float safe_tanh(float x) {
+  const float size = fabsf(x);
+  const float decayed = power_of_two(size * (-2.0f * kLog2E));
+  const float quotient = (1.0f - decayed) / (1.0f + decayed);
+  const float square = x * x;
+  const float series =
+      1.0f + square * (-1.0f / 3 + square * (2.0f / 15 + square * (-17.0f / 315)));
+  return size < 0.2f ? x * series : copysignf(quotient, x);
+}
+
+// What makes a score of a product of a query row and a key.
+struct ScoreTerms {
+  float factor;  // of the query row
+  float scale, softcap, inverse_softcap, slope;
+  int position;
+  bool has_more;  // than a scale
+
+  __device__ float score(float product, int position_of_key) const {
+    float score = without_infinity(product * factor * scale);
+    if (has_more) {
+      if (softcap > 0.0f) score = softcap * safe_tanh(score * inverse_softcap);
+      score = without_infinity(score + slope * static_cast<float>(position_of_key - position));
+    }
+    return score;
+  }
+};
+
+// A row's output and log-sum-exp are made of its maximum, total and accumulated values.
+struct RowEnd {
+  float lse;
+
+  // The sink is one more logit without a value.
+  __device__ RowEnd(float maximum, float total, bool has_sink, float sink, float value_scale) {
+    sees_keys_ = total != 0.0f;
+    decay_ = 1.0f;
+    value_scale_ = value_scale;
+    if (has_sink) {
+      const float joined = fmaxf(maximum, sink);
+      const float reference = reference_of(joined);
+      decay_ = weight_of(maximum, reference);
+      total = total * decay_ + weight_of(sink, reference);
+      maximum = joined;
+    }
+    divisor_ = total == 0.0f ? 1.0f : total;
+    lse = total == 0.0f ? -INFINITY : maximum + logf(divisor_);
+  }
+
+  // Selected, because a value scale that is not finite would make NaN of 0.
+  __device__ float value(float accumulated) const {
+    return sees_keys_ ? accumulated * decay_ / divisor_ * value_scale_ : 0.0f;
+  }
+
+ private:
+  bool sees_keys_;
+  float decay_, divisor_, value_scale_;
+};
+
+}  // namespace torch_pagedkv

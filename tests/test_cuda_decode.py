@@ -1,0 +1,82 @@
+"""Decode as CUDA C++ takes it: at the edges of what it takes, and where its shortcuts could show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cases import BF16, E4M3, E5M2, FP16, PagedCase
+from pools import assert_same_bits
+from test_paged_attention import attend, expect, largest_value, refilled, slots_of
+from tolerances import assert_close, assert_close_lse
+
+# Calls that CUDA C++ takes or leaves, at the edges of both.
+EDGES = [
+    PagedCase(name="bf16", kv_lens=[300, 1, 0, 64, 65], dtype=BF16, head_dim=128),
+    PagedCase(name="fp16_groups_of_16", kv_lens=[300, 17], dtype=FP16, num_heads=32),
+    PagedCase(name="groups_of_17", kv_lens=[300, 17], dtype=BF16, num_heads=34),
+    PagedCase(name="wide_heads", kv_lens=[300, 17], dtype=BF16, head_dim=256),
+    PagedCase(name="wide_heads_e4m3", kv_lens=[300, 17], dtype=BF16, pool_dtype=E4M3, head_dim=256, scales="per_head"),
+    PagedCase(name="value_dim", kv_lens=[300, 17], dtype=BF16, head_dim=192, value_head_dim=128),
+    PagedCase(name="speculative", kv_lens=[300, 17, 3], query_lens=[4, 1, 8], dtype=BF16, head_dim=128),
+    PagedCase(name="speculative_e5m2", kv_lens=[300, 17], query_lens=[8, 3], dtype=FP16, pool_dtype=E5M2, scales="one"),
+    PagedCase(name="speculative_window", kv_lens=[400, 90], query_lens=[8, 8], dtype=BF16,
+              options={"window_size": (70, 0)}),
+    PagedCase(name="mixed", kv_lens=[300, 700, 5], query_lens=[1, 90, 2], dtype=BF16, head_dim=128, padding_rows=3),
+    PagedCase(name="block_size_1", kv_lens=[150, 9], dtype=BF16, block_size=1),
+    PagedCase(name="block_size_7", kv_lens=[150, 9], dtype=BF16, pool_dtype=E4M3, block_size=7),
+    PagedCase(name="block_size_528", kv_lens=[1500, 9], dtype=BF16, block_size=528),
+    PagedCase(name="many_sequences", kv_lens=[3 + 11 * (i % 7) for i in range(300)], dtype=BF16, head_dim=16),
+    PagedCase(name="one_long", kv_lens=[9000], dtype=BF16, num_heads=2, num_kv_heads=1, sinks=[0.3, -1.0]),
+    PagedCase(name="all_options", kv_lens=[700, 20], dtype=BF16, alibi=True, sinks=[1.0, 0.0],
+              options={"window_size": (300, 0), "softcap": 5.0}),
+    PagedCase(name="rows_not_aligned", kv_lens=[70, 20], dtype=BF16, head_dim=20),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_edges_of_decode(case, num_splits, device):
+    """Against the float64 reference; the same bits again, in HND, and with other bytes where nobody looks."""
+    case = case.with_(options={**case.options, "num_splits": num_splits})
+    batch = case.build(device)
+    out, lse = attend(batch)
+    expected_out, expected_lse = expect(batch)
+    assert_close_lse(lse, expected_lse)
+    assert_close(out, expected_out, largest=largest_value(batch))
+    if device == "cpu":
+        return
+    for again in (batch, case.with_(layout="HND").build(device), refilled(batch, 0x3C)):
+        for actual, wanted in zip(attend(again), (out, lse), strict=True):
+            assert_same_bits(actual, wanted)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize(
+    "pool_dtype, value", [(BF16, float("nan")), (BF16, float("inf")), (E4M3, float("nan")), (E5M2, float("inf"))]
+)
+def test_speculative_rows_do_not_see_later_tokens(pool_dtype, value, num_splits, device):
+    """NaN and infinities in the keys and values of a later token reach its own rows and no earlier one."""
+    case = PagedCase(name="later", kv_lens=[200], query_lens=[8], dtype=BF16, pool_dtype=pool_dtype, head_dim=128)
+    batch = case.with_(options={"num_splits": num_splits}).build(device)
+    expected, expected_lse = attend(batch)
+    row = 4
+    for block, offset in slots_of(batch.tables[0], 200, 16)[192 + row + 1 :]:
+        for cache in (batch.key_cache, batch.value_cache):
+            cache[block, offset].copy_(torch.full_like(cache[block, offset].float(), value))
+    out, lse = attend(batch)
+    assert_same_bits(out[: row + 1], expected[: row + 1])
+    assert_same_bits(lse[:, : row + 1].contiguous(), expected_lse[:, : row + 1].contiguous())
+    assert not out[row + 1 :].float().isfinite().any()
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1.0, 1e6, 1e25])
+def test_queries_of_any_size_meet_fp8_keys(magnitude, device):
+    """They are multiplied as float16, which holds none of the small and large ones as they are."""
+    case = PagedCase(name="size", kv_lens=[70, 9], dtype=BF16, pool_dtype=E4M3, head_dim=128)
+    batch = case.with_(options={"softmax_scale": 0.1 / magnitude}).build(device)
+    batch.query = (batch.query.float() * magnitude).to(BF16)
+    out, lse = attend(batch)
+    expected_out, expected_lse = expect(batch)
+    assert_close_lse(lse, expected_lse)
+    assert_close(out, expected_out, largest=largest_value(batch))
