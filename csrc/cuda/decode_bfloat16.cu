@@ -4,6 +4,8 @@
 
 namespace torch_pagedkv {
 
-const DecodeVariant& decode_variant_bfloat16(int dim) { return decode_variant_of<BFloat16Pool>(dim); }
+const DecodeVariant& decode_variant_bfloat16(int dim, int rows) {
+  return decode_variant_of<BFloat16Pool>(dim, rows);
+}
 
 }  // namespace torch_pagedkv

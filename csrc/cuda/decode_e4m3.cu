@@ -4,6 +4,8 @@
 
 namespace torch_pagedkv {
 
-const DecodeVariant& decode_variant_e4m3(int dim) { return decode_variant_of<E4M3Pool>(dim); }
+const DecodeVariant& decode_variant_e4m3(int dim, int rows) {
+  return decode_variant_of<E4M3Pool>(dim, rows);
+}
 
 }  // namespace torch_pagedkv

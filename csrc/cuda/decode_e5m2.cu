@@ -4,6 +4,8 @@
 
 namespace torch_pagedkv {
 
-const DecodeVariant& decode_variant_e5m2(int dim) { return decode_variant_of<E5M2Pool>(dim); }
+const DecodeVariant& decode_variant_e5m2(int dim, int rows) {
+  return decode_variant_of<E5M2Pool>(dim, rows);
+}
 
 }  // namespace torch_pagedkv

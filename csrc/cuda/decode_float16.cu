@@ -4,6 +4,8 @@
 
 namespace torch_pagedkv {
 
-const DecodeVariant& decode_variant_float16(int dim) { return decode_variant_of<HalfPool>(dim); }
+const DecodeVariant& decode_variant_float16(int dim, int rows) {
+  return decode_variant_of<HalfPool>(dim, rows);
+}
 
 }  // namespace torch_pagedkv

@@ -10,10 +10,13 @@
 
 namespace torch_pagedkv {
 
-// Query rows that a CTA takes at once: (token, head) pairs of one sequence and one KV head.
+// Query rows that a warp takes at once: (token, head) pairs of one sequence and one KV head.
 inline constexpr int kRows = 16;
-inline constexpr int kWarps = 4;
-inline constexpr int kDecodeThreads = 32 * kWarps;
+// CTAs that join parts.
+inline constexpr int kMergeWarps = 8;
+inline constexpr int kMergeThreads = 32 * kMergeWarps;
+// With num_splits above 0, a split is read by so many warps, whose parts are joined in their order.
+inline constexpr int kPartsOfSplit = 4;
 
 // One float for each head, in device memory; null: none given.
 struct HeadFloats {
@@ -43,6 +46,8 @@ struct DecodeProblem {
   bool query_is_bfloat16, query_is_aligned;
 
   PoolRows keys, values;
+  bool rows_are_aligned;       // all rows of both pools start at multiples of 16 bytes
+  bool tiles_have_one_block;   // the positions of a tile lie in one block
   const char* table;
   int64_t table_stride;  // in bytes
   bool table_is_wide;
@@ -55,12 +60,17 @@ struct DecodeProblem {
   int key_dim, value_dim;
 
   float softmax_scale, softcap, inverse_softcap;
-  int64_t window_left, window_right;  // -1: unlimited
+  int window_left, window_right;  // -1: unlimited
 
-  // 0: CTAs share out all tiles evenly. Otherwise at most so many parts of an item.
-  int num_splits;
-  int ctas, least_tiles, rows_of_slot;
-  bool slots_by_item;
+  // 0: all tiles are shared out evenly. Otherwise the most parts of an item.
+  int parts;
+  int team, teams;  // warps that walk side by side, one item each; how many such teams there are
+  int groups;       // of `team` items, of a sequence
+  int least_tiles;  // of a part
+  int rows_of_slot;
+  bool slots_by_group;
+  int64_t* tiles_before;  // of one item: before each sequence, then of all; written by the first launch
+  int merged_rows;        // of an item, that a CTA joins the parts of
 
   // A sequence's items: its keys once for each KV head and each tile of heads.
   __host__ __device__ int items_of_sequence() const { return num_kv_heads * head_tiles; }
@@ -68,19 +78,23 @@ struct DecodeProblem {
 
 // The kernels of one pool dtype and one width of heads; what a grid is made from.
 struct DecodeVariant {
-  int tile;          // positions that a CTA takes at a time
+  int tile;          // positions that a warp takes at a time
+  int warps;         // of a CTA, each with tiles of its own
   int ctas;          // of a multiprocessor
   int shared_bytes;  // of a CTA
+  cudaError_t (*request_memory)(int32_t device);  // before the first launch on it
   cudaError_t (*attend)(const DecodeProblem& problem, int64_t ctas, cudaStream_t stream);
-  cudaError_t (*merge)(const DecodeProblem& problem, int64_t ctas, cudaStream_t stream);
+  cudaError_t (*merge)(
+      const DecodeProblem& problem, int64_t items, bool overlaps, cudaStream_t stream);
 };
 
 inline constexpr int kMostDecodeDim = 256;
 
-// The variant for heads of up to kMostDecodeDim elements, the wider of keys and values.
-const DecodeVariant& decode_variant_bfloat16(int dim);
-const DecodeVariant& decode_variant_float16(int dim);
-const DecodeVariant& decode_variant_e4m3(int dim);
-const DecodeVariant& decode_variant_e5m2(int dim);
+// The variant for heads of up to kMostDecodeDim elements, the wider of keys and values, and for up to so
+// many query rows of an item.
+const DecodeVariant& decode_variant_bfloat16(int dim, int rows);
+const DecodeVariant& decode_variant_float16(int dim, int rows);
+const DecodeVariant& decode_variant_e4m3(int dim, int rows);
+const DecodeVariant& decode_variant_e5m2(int dim, int rows);
 
 }  // namespace torch_pagedkv

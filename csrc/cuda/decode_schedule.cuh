@@ -1,10 +1,11 @@
-// Who reads which keys: rows of a sequence, the tiles that they see, and the CTAs that share them out.
+// Who reads which keys: rows of a sequence, the tiles that they see, and the warps that share them out.
 //
 // Tiles lie at multiples of their size whatever the window, so a window that hides nothing changes no
-// bit. An item is one sequence with one KV head (and one tile of heads); its tiles are consecutive in
-// one order of all tiles, sequence by sequence. With num_splits 0 CTA k takes the tiles from
-// k * share on, so every CTA reads as much, and an item may be cut wherever a share ends. With
-// num_splits above 0 an item is cut by its own length alone.
+// bit. An item is one sequence with one KV head (and one tile of heads). Items whose heads lie side by
+// side in a block are walked side by side, by a team of warps that read the same blocks at about the
+// same time. All tiles have one order: sequence by sequence, group of items by group, tile by tile. With
+// num_splits 0 team k takes those from k * share on, so every warp reads as much, and an item may be cut
+// wherever a share ends. With num_splits above 0 an item is cut by its own length alone.
 
 #pragma once
 
@@ -13,7 +14,8 @@
 #include "decode_problem.h"
 
 // The arithmetic runs on the host too: tests/cuda_on_host tries it there.
-#define TORCH_PAGEDKV_ANYWHERE __host__ __device__ inline
+#define TORCH_PAGEDKV_ANYWHERE_MEMBER __host__ __device__
+#define TORCH_PAGEDKV_ANYWHERE TORCH_PAGEDKV_ANYWHERE_MEMBER inline
 
 namespace torch_pagedkv {
 
@@ -22,12 +24,18 @@ struct KeyRange {
 };
 
 TORCH_PAGEDKV_ANYWHERE KeyRange keys_seen(const DecodeProblem& problem, int position, int length) {
-  int64_t lower = 0, upper = length;
-  if (problem.window_left >= 0) lower = max(position - problem.window_left, int64_t{0});
-  if (problem.window_right >= 0) upper = position + problem.window_right + 1;
-  upper = min(max(upper, int64_t{0}), static_cast<int64_t>(length));
-  return {static_cast<int>(min(lower, upper)), static_cast<int>(upper)};
+  int lower = 0, upper = length;
+  if (problem.window_left >= 0) lower = max(position - problem.window_left, 0);
+  if (problem.window_right >= 0) upper = min(max(position + problem.window_right + 1, 0), length);
+  return {min(lower, upper), upper};
 }
+
+// What makes the scores of a query row, and the keys that it sees.
+struct RowTerms {
+  float scale, slope;
+  int position;
+  KeyRange seen;
+};
 
 struct Sequence {
   int start, query_length, length;
@@ -35,29 +43,24 @@ struct Sequence {
   int seen_by_all_from, seen_by_all_to;     // keys that every row sees
   int first_tile, tiles;                    // no tiles: nothing to do here
 
-  __host__ __device__ int position_of(int token) const { return token + length - query_length; }
+  TORCH_PAGEDKV_ANYWHERE_MEMBER int position_of(int token) const { return token + length - query_length; }
 };
 
-// Sequences without rows, and those with more rows than a CTA takes, have no tiles. All others have
+// Sequences without rows, and those with more rows than a warp takes, have no tiles. All others have
 // one at least, since rows that see no key are written too.
 template <int TILE>
 TORCH_PAGEDKV_ANYWHERE Sequence sequence_of(const DecodeProblem& problem, int index) {
   Sequence sequence{};
-  int64_t start = index, stop = index + 1;
+  int start = index, stop = index + 1;
   if (problem.starts.data) {
-    start = problem.starts[index];
-    stop = problem.starts[index + 1];
+    start = problem.starts.clamped(index, 0, problem.num_tokens);
+    stop = problem.starts.clamped(index + 1, start, problem.num_tokens);
   }
-  const int64_t tokens = problem.num_tokens;
-  start = min(max(start, int64_t{0}), tokens);
-  stop = min(max(stop, start), tokens);
-  sequence.start = static_cast<int>(start);
-  sequence.query_length = static_cast<int>(stop - start);
-  if (stop == start || (stop - start) * problem.heads_of_tile > kRows) return sequence;
+  sequence.start = start;
+  sequence.query_length = stop - start;
+  if (stop == start || stop - start > kRows / problem.heads_of_tile) return sequence;
 
-  const int64_t length = min(
-      max(problem.lengths[index], int64_t{0}), static_cast<int64_t>(problem.max_positions));
-  sequence.length = static_cast<int>(length);
+  sequence.length = problem.lengths.clamped(index, 0, problem.max_positions);
   const KeyRange first = keys_seen(problem, sequence.position_of(0), sequence.length);
   const KeyRange last = keys_seen(
       problem, sequence.position_of(sequence.query_length - 1), sequence.length);
@@ -75,165 +78,203 @@ TORCH_PAGEDKV_ANYWHERE Sequence sequence_of(const DecodeProblem& problem, int in
 struct Segment {
   int sequence, item;  // the item's number within its sequence
   int first, count;
-  int part, parts;     // parts 1: the whole item
-  int64_t slot;        // where a part's partial results go, with num_splits 0
+  bool is_whole;  // all of the item's tiles
+  int64_t slot;   // where the partial results of a part go
 };
 
-// The tiles of all sequences, summed up by a CTA: each thread has a run of sequences.
-struct TileSums {
-  int run;                 // sequences of a thread
-  int64_t before, own;     // tiles of one KV head: of the threads before, and of this one's run
-  int64_t total;
-};
-
-template <int TILE>
-__device__ inline TileSums sum_tiles(const DecodeProblem& problem) {
-  __shared__ int64_t sums_of_warps[kWarps];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  TileSums sums{};
-  sums.run = (problem.num_sequences + kDecodeThreads - 1) / kDecodeThreads;
-  const int64_t first = static_cast<int64_t>(threadIdx.x) * sums.run;
-  const int64_t stop = min(first + sums.run, static_cast<int64_t>(problem.num_sequences));
-  for (int64_t index = first; index < stop; ++index) {
-    sums.own += sequence_of<TILE>(problem, static_cast<int>(index)).tiles;
-  }
-  int64_t up_to = sums.own;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int64_t other = __shfl_up_sync(0xFFFFFFFF, up_to, distance);
-    if (lane >= distance) up_to += other;
-  }
-  if (lane == 31) sums_of_warps[warp] = up_to;
-  __syncthreads();
-  sums.before = up_to - sums.own;
-#pragma unroll
-  for (int other = 0; other < kWarps; ++other) {
-    if (other < warp) sums.before += sums_of_warps[other];
-    sums.total += sums_of_warps[other];
-  }
-  return sums;
+// A rounded down quotient of numbers from 0 on; most are small, and 64-bit divisions are slow.
+TORCH_PAGEDKV_ANYWHERE int64_t quotient(int64_t dividend, int64_t divisor) {
+  if (((dividend | divisor) >> 32) != 0) return dividend / divisor;
+  return static_cast<uint32_t>(dividend) / static_cast<uint32_t>(divisor);
 }
 
-// Tiles that a CTA takes where all are shared out.
-TORCH_PAGEDKV_ANYWHERE int64_t share_of_cta(const DecodeProblem& problem, int64_t total_of_head) {
-  const int64_t total = total_of_head * problem.items_of_sequence();
-  return max((total + problem.ctas - 1) / problem.ctas, static_cast<int64_t>(problem.least_tiles));
-}
-
-// The place in the order of all tiles where a CTA or an item starts.
+// A sequence's place in the order of all tiles.
 struct Place {
   int sequence;
-  int64_t before;  // tiles of all sequences before, all heads
+  int64_t before;  // tiles before it, of all groups
 };
 
-// Finds the sequence that holds tile number `tile`, which is below the total.
-template <int TILE>
-__device__ inline Place find_tile(
-    const DecodeProblem& problem, const TileSums& sums, int64_t tile) {
-  __shared__ Place found;
-  const int items = problem.items_of_sequence();
-  if (tile >= sums.before * items && tile < (sums.before + sums.own) * items) {
-    int sequence = static_cast<int>(threadIdx.x) * sums.run;
-    int64_t before = sums.before * items;
+// The tiles of all sequences, summed up by a CTA, in shared memory.
+template <int TILE, int THREADS>
+struct TileSums {
+  int64_t before[THREADS];  // tiles of one item, before each thread's run of sequences
+  int64_t total;
+  int64_t of_warps[THREADS / 32];
+
+  __device__ static int run(const DecodeProblem& problem) {
+    return (problem.num_sequences + THREADS - 1) / THREADS;
+  }
+
+  // Called by the whole CTA.
+  __device__ void sum(const DecodeProblem& problem) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int64_t own = 0;
+    const int64_t first = static_cast<int64_t>(threadIdx.x) * run(problem);
+    const int64_t stop = min(first + run(problem), static_cast<int64_t>(problem.num_sequences));
+    for (int64_t index = first; index < stop; ++index) {
+      own += sequence_of<TILE>(problem, static_cast<int>(index)).tiles;
+    }
+    int64_t up_to = own;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int64_t other = __shfl_up_sync(0xFFFFFFFF, up_to, distance);
+      if (lane >= distance) up_to += other;
+    }
+    if (lane == 31) of_warps[warp] = up_to;
+    __syncthreads();
+    int64_t of_warps_before = 0, of_all = 0;
+#pragma unroll
+    for (int other = 0; other < THREADS / 32; ++other) {
+      if (other < warp) of_warps_before += of_warps[other];
+      of_all += of_warps[other];
+    }
+    before[threadIdx.x] = of_warps_before + up_to - own;
+    if (threadIdx.x == 0) total = of_all;
+    __syncthreads();
+  }
+
+  // The sequence of tile number `tile`, which is below the total. Called by a whole warp.
+  __device__ Place find(const DecodeProblem& problem, int64_t tile) const {
+    const int lane = threadIdx.x % 32;
+    int runs = 0;  // that start at or before the tile: it is in the last of them
+#pragma unroll
+    for (int first = 0; first < THREADS; first += 32) {
+      runs += __popc(__ballot_sync(0xFFFFFFFF, before[first + lane] * problem.groups <= tile));
+    }
+    Place place{(runs - 1) * run(problem), before[runs - 1] * problem.groups};
     while (true) {
-      const int64_t tiles =
-          static_cast<int64_t>(sequence_of<TILE>(problem, sequence).tiles) * items;
-      if (tile < before + tiles) break;
-      before += tiles;
-      ++sequence;
+      const int index = place.sequence + lane;
+      int64_t own = 0;
+      if (index < problem.num_sequences) {
+        own = static_cast<int64_t>(sequence_of<TILE>(problem, index).tiles) * problem.groups;
+      }
+      int64_t up_to = own;
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int64_t other = __shfl_up_sync(0xFFFFFFFF, up_to, distance);
+        if (lane >= distance) up_to += other;
+      }
+      const uint32_t reached = __ballot_sync(0xFFFFFFFF, tile < place.before + up_to);
+      const int step = reached ? __ffs(static_cast<int>(reached)) - 1 : 31;
+      const int64_t to_step = __shfl_sync(0xFFFFFFFF, up_to, step);
+      const int64_t of_step = __shfl_sync(0xFFFFFFFF, own, step);
+      if (reached) return {place.sequence + step, place.before + to_step - of_step};
+      place = {place.sequence + 32, place.before + to_step};
     }
-    found = {sequence, before};
   }
-  __syncthreads();
-  return found;
-}
 
-// Counts the tiles before a sequence.
-template <int TILE>
-__device__ inline int64_t tiles_before(
-    const DecodeProblem& problem, const TileSums& sums, int sequence) {
-  __shared__ int64_t counted;
-  if (sequence / sums.run == static_cast<int>(threadIdx.x)) {
-    int64_t before = sums.before;
-    for (int index = sequence / sums.run * sums.run; index < sequence; ++index) {
-      before += sequence_of<TILE>(problem, index).tiles;
+  // Writes the tiles before each sequence, then of all, for the launch that joins parts.
+  __device__ void write(const DecodeProblem& problem) const {
+    int64_t tiles = before[threadIdx.x];
+    const int64_t first = static_cast<int64_t>(threadIdx.x) * run(problem);
+    const int64_t stop = min(first + run(problem), static_cast<int64_t>(problem.num_sequences));
+    for (int64_t index = first; index < stop; ++index) {
+      problem.tiles_before[index] = tiles;
+      tiles += sequence_of<TILE>(problem, static_cast<int>(index)).tiles;
     }
-    counted = before * problem.items_of_sequence();
+    if (threadIdx.x == 0) problem.tiles_before[problem.num_sequences] = total;
   }
-  __syncthreads();
-  return counted;
-}
-
-// Which parts an item is in, where all tiles are shared out: CTAs first_cta and those after it.
-struct ItemParts {
-  int64_t first_cta;
-  int parts;
 };
 
-TORCH_PAGEDKV_ANYWHERE ItemParts parts_of_item(int64_t first_tile, int tiles, int64_t share) {
-  const int64_t first_cta = first_tile / share;
-  return {first_cta, static_cast<int>((first_tile + tiles - 1) / share - first_cta) + 1};
+// Tiles of each of its items that a team takes where all are shared out.
+TORCH_PAGEDKV_ANYWHERE int64_t share_of_team(const DecodeProblem& problem, int64_t total_of_item) {
+  const int64_t total = total_of_item * problem.groups;
+  return max(
+      quotient(total + problem.teams - 1, problem.teams), static_cast<int64_t>(problem.least_tiles));
 }
 
-// A slot for each pair of a CTA and an item that it has tiles of. Either such pairs are numbered in
-// their order, in which each step makes the CTA, the item or both larger; or a CTA has one slot for
-// the item that it continues and one for an item that it starts. All other items of a CTA are whole.
+// Slots of partial results, `team` of each: one for each pair of a team and a group that it has tiles
+// of. Either such pairs are numbered in their order, in which each step makes the team, the group or
+// both larger; or a team has one slot for the group that it continues and one for a group that it
+// starts. All other groups of a team are whole.
 TORCH_PAGEDKV_ANYWHERE int64_t slot_of(
-    const DecodeProblem& problem, int64_t cta, int sequence, int item, bool starts) {
-  if (!problem.slots_by_item) return 2 * cta + (starts ? 1 : 0);
-  return cta + static_cast<int64_t>(sequence) * problem.items_of_sequence() + item;
+    const DecodeProblem& problem, int64_t team, int sequence, int group, int member, bool starts) {
+  const int64_t pair = problem.slots_by_group
+                           ? team + static_cast<int64_t>(sequence) * problem.groups + group
+                           : 2 * team + (starts ? 1 : 0);
+  return pair * problem.team + member;
 }
 
-// An item cut by its own length into at most num_splits parts.
-TORCH_PAGEDKV_ANYWHERE Segment part_of_item(int tiles, int part, int num_splits) {
-  Segment segment{};
-  segment.parts = max(1, min(num_splits, tiles));
-  segment.part = part;
-  const int share = tiles / segment.parts, larger = tiles % segment.parts;
-  segment.first = part * share + min(part, larger);
-  segment.count = part < segment.parts ? share + (part < larger ? 1 : 0) : 0;
-  return segment;
+// The slot of a part of an item that is cut by its own length.
+TORCH_PAGEDKV_ANYWHERE int64_t slot_of_part(
+    const DecodeProblem& problem, int sequence, int item, int part) {
+  const int64_t items = problem.items_of_sequence();
+  return (sequence * items + item) * problem.parts + part;
 }
 
-// A CTA's way through the order of all tiles, segment after segment.
+// How many parts an item is cut into by its own length.
+TORCH_PAGEDKV_ANYWHERE int parts_of_item(const DecodeProblem& problem, int tiles) {
+  return max(1, min(problem.parts, (tiles + problem.least_tiles - 1) / problem.least_tiles));
+}
+
+struct PartOfItem {
+  int first, count;  // tiles
+};
+
+TORCH_PAGEDKV_ANYWHERE PartOfItem part_of_item(const DecodeProblem& problem, int tiles, int part) {
+  const int parts = parts_of_item(problem, tiles);
+  const int share = tiles / parts, larger = tiles % parts;
+  return {
+      part * share + min(part, larger), part < parts ? share + (part < larger ? 1 : 0) : 0};
+}
+
+// A warp's way through its tiles, segment after segment.
 template <int TILE>
 struct Walk {
-  int64_t tile, stop, share;
-  int index;       // of the sequence
-  int64_t before;  // tiles of all sequences before it, all heads
-  Sequence sequence;
+  int64_t left;      // tiles
+  int64_t team;
+  int member, part;  // part: -1 where all is shared out
+  int index, group, first;  // where the next segment starts
+  Sequence sequence;        // of the last segment
 
-  // Starts at tile number `first`, at or after the start of sequence `from`.
-  __host__ __device__ Walk(
-      const DecodeProblem& problem, int64_t first, int64_t stop, int64_t share, Place from)
-      : tile(first),
-        stop(stop),
-        share(share),
-        index(from.sequence),
-        before(from.before),
-        sequence(sequence_of<TILE>(problem, from.sequence)) {}
+  // Through one part of an item, which may be empty.
+  TORCH_PAGEDKV_ANYWHERE_MEMBER static Walk through_part(
+      const DecodeProblem& problem, int sequence, int item, int part) {
+    Walk walk{};
+    walk.sequence = sequence_of<TILE>(problem, sequence);
+    const PartOfItem own = part_of_item(problem, walk.sequence.tiles, part);
+    walk.left = own.count, walk.first = own.first;
+    walk.member = item % problem.team, walk.group = item / problem.team;
+    walk.index = sequence, walk.part = part;
+    return walk;
+  }
 
-  __host__ __device__ bool is_done() const { return tile >= stop; }
+  // Through so many tiles of a team, from number `tile` on, in the sequence of `place`.
+  TORCH_PAGEDKV_ANYWHERE_MEMBER static Walk through_share(
+      const DecodeProblem& problem, int64_t team, int member, const Place& place, int64_t tile,
+      int64_t tiles) {
+    Walk walk{};
+    walk.left = tiles;
+    walk.team = team, walk.member = member, walk.part = -1;
+    walk.index = place.sequence;
+    walk.sequence = sequence_of<TILE>(problem, place.sequence);
+    const int64_t after = tile - place.before;
+    walk.group = static_cast<int>(quotient(after, walk.sequence.tiles));
+    walk.first = static_cast<int>(after - static_cast<int64_t>(walk.group) * walk.sequence.tiles);
+    return walk;
+  }
 
-  __host__ __device__ Segment next(const DecodeProblem& problem, int64_t cta) {
-    const int items = problem.items_of_sequence();
-    while (tile >= before + static_cast<int64_t>(sequence.tiles) * items) {
-      before += static_cast<int64_t>(sequence.tiles) * items;
-      sequence = sequence_of<TILE>(problem, ++index);
+  TORCH_PAGEDKV_ANYWHERE_MEMBER bool is_done() const { return left == 0; }
+
+  // The next segment; its sequence is in `sequence` then. Not called where all is done.
+  TORCH_PAGEDKV_ANYWHERE_MEMBER Segment next(const DecodeProblem& problem) {
+    if (first == sequence.tiles) {
+      first = 0;
+      if (++group == problem.groups) {
+        group = 0;
+        do sequence = sequence_of<TILE>(problem, ++index); while (sequence.tiles == 0);
+      }
     }
-    const int item = static_cast<int>((tile - before) / sequence.tiles);
-    const int64_t first_of_item = before + static_cast<int64_t>(item) * sequence.tiles;
-    const ItemParts cut = parts_of_item(first_of_item, sequence.tiles, share);
     Segment segment{};
     segment.sequence = index;
-    segment.item = item;
-    segment.first = static_cast<int>(tile - first_of_item);
-    segment.count =
-        static_cast<int>(min(static_cast<int64_t>(sequence.tiles - segment.first), stop - tile));
-    segment.part = static_cast<int>(cta - cut.first_cta);
-    segment.parts = cut.parts;
-    segment.slot = slot_of(problem, cta, index, item, segment.first == 0);
-    tile += segment.count;
+    segment.item = group * problem.team + member;
+    segment.first = first;
+    segment.count = static_cast<int>(min(static_cast<int64_t>(sequence.tiles - first), left));
+    segment.is_whole = segment.count == sequence.tiles;
+    segment.slot = part >= 0 ? slot_of_part(problem, index, segment.item, part)
+                             : slot_of(problem, team, index, group, member, first == 0);
+    first += segment.count;
+    left -= segment.count;
     return segment;
   }
 };

@@ -1,9 +1,12 @@
 // The pieces that decode attention is made of: copies into shared memory, fragments of the matrix
 // units (m16n8k16), and how rows of each pool become them.
 //
+// Keys and values are the left matrices, 16 keys or 16 columns of values at a time, and query rows the
+// columns of the right one, 8 at a time: a group of 4 or 8 query heads wastes little of that.
+//
 // Products sum over the head's elements, so their order is free: fp8 keys are taken four bytes a lane,
-// and the query lies permuted to match. fp8 values are transposed in pairs of bytes, so the lanes of
-// two output tiles hold even and odd columns.
+// and the query's elements to match. fp8 values are transposed in pairs of bytes, so rows g and g + 8
+// of their tiles are even and odd columns.
 
 #pragma once
 
@@ -12,6 +15,8 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+
+#include "decode_problem.h"
 
 namespace torch_pagedkv {
 
@@ -54,6 +59,13 @@ __device__ inline void load_transposed(uint32_t (&tile)[4], uint32_t address) {
                : "r"(address) : "memory");
 }
 
+// The transpose of an 8 x 8 matrix of 16-bit elements that lies across the warp.
+__device__ inline uint32_t transposed(uint32_t pair) {
+  uint32_t result;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
 // What the matrix units multiply: pairs of 16-bit floats.
 struct BFloat16Math {
   static constexpr uint32_t kExponent = 0x7F807F80;
@@ -64,11 +76,11 @@ struct BFloat16Math {
   }
   __device__ static float to_float(uint32_t bits) { return __uint_as_float(bits << 16); }
   __device__ static void multiply(
-      float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+      float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   }
 };
 
@@ -83,11 +95,11 @@ struct HalfMath {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
   }
   __device__ static void multiply(
-      float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+      float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   }
 };
 
@@ -137,77 +149,56 @@ struct E5M2Bytes {
   }
 };
 
-// A pool of 16-bit floats, multiplied as they are.
+// A pool of 16-bit floats, multiplied as they are. One load of four matrices holds 16 rows x 16 elements.
 template <class MATH>
 struct FloatPool {
   using Math = MATH;
+  using Bits = uint16_t;  // of an element
   static constexpr bool kIsFp8 = false;
   static constexpr int kElementBytes = 2;
+  static constexpr int kTilesOfLoad = 1;  // of 16 elements of keys, or of 16 columns of values
 
-  // Four matrices [8 keys, 8 elements] are b0 and b1 of two tiles of keys, for one step of the sum.
-  template <int STEPS>
-  __device__ static void multiply_keys(
-      float (&first)[4], float (&second)[4], const uint32_t (&query)[STEPS][4],
-      const uint32_t (&keys)[4]) {
-    static_assert(STEPS == 1);
-    Math::multiply(first, query[0], keys[0], keys[1]);
-    Math::multiply(second, query[0], keys[2], keys[3]);
+  __device__ static void key_tiles(const uint32_t (&loaded)[4], uint32_t (&tiles)[1][4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) tiles[0][i] = loaded[i];
   }
-  static constexpr int kStepsOfLoad = 1;   // of 16 elements of a key, for one load of keys
-  static constexpr int kTilesOfLoad = 2;   // of 8 columns of values, for one load of values
-
-  // Four matrices [8 keys, 8 columns], transposed: b0 and b1 of two tiles of columns.
-  __device__ static void value_tiles(
-      const uint32_t (&values)[4], uint32_t (&low)[2], uint32_t (&high)[2]) {
-    low[0] = values[0], high[0] = values[1];
-    low[1] = values[2], high[1] = values[3];
+  __device__ static void value_tiles(const uint32_t (&loaded)[4], uint32_t (&tiles)[1][4]) {
+    key_tiles(loaded, tiles);
   }
-  // The column of element e of a lane in tile `tile`, the lane being number t of its four.
-  __host__ __device__ static int column(int tile, int t, int e) { return tile * 8 + 2 * t + e; }
-  // Where an element of the query lies within its 16.
-  __host__ __device__ static int query_place(int element) { return element; }
+  // The column of values that row g (half 0) or g + 8 (half 1) of tile `tile` is.
+  __host__ __device__ static int column(int tile, int g, int half) { return tile * 16 + g + 8 * half; }
+  // The first of the two adjacent elements of 16 that lane t of four multiplies first or second.
+  __host__ __device__ static int query_element(int t, int half) { return 2 * t + 8 * half; }
   __device__ static float element(const char* row, int index) {
     return Math::to_float(reinterpret_cast<const uint16_t*>(row)[index]);
   }
 };
 
+// A pool of fp8, converted to float16. One load of four matrices holds 16 rows x 32 elements.
 template <class BYTES>
 struct Fp8Pool {
   using Math = HalfMath;
+  using Bits = uint8_t;
   static constexpr bool kIsFp8 = true;
   static constexpr int kElementBytes = 1;
-  static constexpr int kStepsOfLoad = 2;
-  static constexpr int kTilesOfLoad = 4;
+  static constexpr int kTilesOfLoad = 2;
 
-  template <int STEPS>
-  __device__ static void multiply_keys(
-      float (&first)[4], float (&second)[4], const uint32_t (&query)[STEPS][4],
-      const uint32_t (&keys)[4]) {
-    static_assert(STEPS == 2);
+  __device__ static void key_tiles(const uint32_t (&loaded)[4], uint32_t (&tiles)[2][4]) {
 #pragma unroll
-    for (int step = 0; step < 2; ++step) {
-      uint32_t b0, b1;
-      BYTES::rows(keys[step], b0, b1);
-      Math::multiply(first, query[step], b0, b1);
-      BYTES::rows(keys[2 + step], b0, b1);
-      Math::multiply(second, query[step], b0, b1);
+    for (int tile = 0; tile < 2; ++tile) {
+      BYTES::rows(loaded[2 * tile], tiles[tile][0], tiles[tile][2]);
+      BYTES::rows(loaded[2 * tile + 1], tiles[tile][1], tiles[tile][3]);
     }
   }
-  __device__ static void value_tiles(
-      const uint32_t (&values)[4], uint32_t (&low)[4], uint32_t (&high)[4]) {
+  __device__ static void value_tiles(const uint32_t (&loaded)[4], uint32_t (&tiles)[2][4]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      BYTES::columns(values[2 * half], low[2 * half], low[2 * half + 1]);
-      BYTES::columns(values[2 * half + 1], high[2 * half], high[2 * half + 1]);
+    for (int tile = 0; tile < 2; ++tile) {
+      BYTES::columns(loaded[tile], tiles[tile][0], tiles[tile][1]);
+      BYTES::columns(loaded[2 + tile], tiles[tile][2], tiles[tile][3]);
     }
   }
-  __host__ __device__ static int column(int tile, int t, int e) {
-    return tile / 2 * 16 + 4 * t + 2 * e + tile % 2;
-  }
-  // A lane's elements 4t and 4t + 1 are the first pair of a product, 4t + 2 and 4t + 3 the second.
-  __host__ __device__ static int query_place(int element) {
-    return element / 4 * 2 + element % 2 + (element % 4) / 2 * 8;
-  }
+  __host__ __device__ static int column(int tile, int g, int half) { return tile * 16 + 2 * g + half; }
+  __host__ __device__ static int query_element(int t, int half) { return 4 * t + 2 * half; }
   __device__ static float element(const char* row, int index) {
     return Math::to_float(BYTES::decode(static_cast<uint8_t>(row[index])));
   }
@@ -218,25 +209,31 @@ using HalfPool = FloatPool<HalfMath>;
 using E4M3Pool = Fp8Pool<E4M3Bytes>;
 using E5M2Pool = Fp8Pool<E5M2Bytes>;
 
-// How a CTA is cut. A warp takes KEYS positions at a time, and loads them itself: warps meet only at
-// the end of a segment.
-template <class POOL, int DIM, int KEYS, int STAGES, int CTAS>
+// How much a warp takes at a time: KEYS positions, with STAGES of them on their way. ROWS changes no bit
+// of a row.
+template <class POOL, int DIM, int ROWS, int KEYS, int STAGES, int WARPS, int CTAS>
 struct DecodeTile {
   using Pool = POOL;
   static constexpr int kDim = DIM;
-  static constexpr int kKeys = KEYS;      // of a warp
-  static constexpr int kTile = 4 * KEYS;  // of the CTA
+  static constexpr int kRows = ROWS;         // of queries
+  static constexpr int kColumns = ROWS / 8;  // tiles of 8 query rows
+  static constexpr int kKeys = KEYS;
   static constexpr int kStages = STAGES;
-  static constexpr int kCtas = CTAS;      // of a multiprocessor
+  static constexpr int kWarps = WARPS;  // of a CTA, each with tiles of its own
+  static constexpr int kThreads = 32 * WARPS;
+  static constexpr int kCtas = CTAS;  // of a multiprocessor
   static constexpr int kRowBytes = DIM * POOL::kElementBytes;
   static constexpr int kStageBytes = 2 * KEYS * kRowBytes;  // keys, then values
   static constexpr int kWarpBytes = STAGES * kStageBytes;
-  static constexpr int kQueryBytes = 16 * DIM * 2;
-  static constexpr int kSharedBytes = kQueryBytes + 4 * kWarpBytes;
-  // Rows of a warp's result lie so far apart, in floats, in the memory of its stages.
-  static constexpr int kResultStride = DIM + 8;
-  static_assert(16 * kResultStride * 4 <= kWarpBytes);
+  static constexpr int kSharedBytes = kWarps * kWarpBytes;
+  static_assert(ROWS == 8 || ROWS == 16);
   static_assert(KEYS == 16 || KEYS == 32);
+  // The results of 8 rows at a time take the memory of the stage that the warp read last.
+  static_assert(8 * DIM * 4 <= kStageBytes);
+  // Where an element of them lies, in floats: rows that are written at once fall into different banks.
+  __host__ __device__ static int result_place(int row, int column) {
+    return row * DIM + (column ^ ((row >> 1 & 3) * 8));
+  }
 };
 
 }  // namespace torch_pagedkv

@@ -2,45 +2,65 @@
 
 #pragma once
 
+#include <atomic>
+
 #include "decode_attention.cuh"
+#include "decode_merge.cuh"
 
 namespace torch_pagedkv {
 
 template <class TILE>
 cudaError_t launch_attend(const DecodeProblem& problem, int64_t ctas, cudaStream_t stream) {
-  // More shared memory than 48 KiB is granted on request, for each device.
-  const cudaError_t granted = cudaFuncSetAttribute(
-      decode_attention<TILE>, cudaFuncAttributeMaxDynamicSharedMemorySize, TILE::kSharedBytes);
-  if (granted != cudaSuccess) return granted;
   decode_attention<TILE>
-      <<<static_cast<unsigned>(ctas), kDecodeThreads, TILE::kSharedBytes, stream>>>(problem);
+      <<<static_cast<unsigned>(ctas), TILE::kThreads, TILE::kSharedBytes, stream>>>(problem);
   return cudaGetLastError();
 }
 
 template <class TILE>
-cudaError_t launch_merge(const DecodeProblem& problem, int64_t ctas, cudaStream_t stream) {
-  merge_parts<TILE><<<static_cast<unsigned>(ctas), kDecodeThreads, 0, stream>>>(problem);
-  return cudaGetLastError();
+cudaError_t launch_merge(
+    const DecodeProblem& problem, int64_t items, bool overlaps, cudaStream_t stream) {
+  const int rows = (problem.rows_of_slot + problem.merged_rows - 1) / problem.merged_rows;
+  const dim3 grid(static_cast<unsigned>(items), static_cast<unsigned>(rows));
+  return launch_dependent(merge_parts<TILE>, grid, kMergeThreads, overlaps, stream, problem);
+}
+
+// More shared memory than 48 KiB is granted on request, on each device.
+template <class TILE>
+cudaError_t request_memory(int32_t device) {
+  static std::atomic<uint64_t> granted{0};
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (granted.load(std::memory_order_relaxed) & bit) return cudaSuccess;
+  const cudaError_t status = cudaFuncSetAttribute(
+      decode_attention<TILE>, cudaFuncAttributeMaxDynamicSharedMemorySize, TILE::kSharedBytes);
+  if (status == cudaSuccess) granted.fetch_or(bit, std::memory_order_relaxed);
+  return status;
 }
 
 template <class TILE>
 inline constexpr DecodeVariant kDecodeVariant{
-    TILE::kTile, TILE::kCtas, TILE::kSharedBytes + static_cast<int>(sizeof(WarpStates)) + 1024,
-    &launch_attend<TILE>, &launch_merge<TILE>};
+    TILE::kKeys, TILE::kWarps, TILE::kCtas,
+    TILE::kSharedBytes + TILE::kWarps * static_cast<int>(sizeof(typename WarpReader<TILE>::Shared)) +
+        static_cast<int>(sizeof(TileSums<TILE::kKeys, TILE::kThreads>)) + 1024,
+    &request_memory<TILE>, &launch_attend<TILE>, &launch_merge<TILE>};
 
-// Stages of about 8 KiB a warp: about 200 KiB of a multiprocessor's memory are then in flight, or half
-// of that where accumulators leave room for one CTA only.
-template <class POOL>
-const DecodeVariant& decode_variant_of(int dim) {
+// As many warps and stages as registers and about 200 KiB of a multiprocessor's memory allow; two thirds
+// of it are in flight.
+template <class POOL, int ROWS>
+const DecodeVariant& decode_variant_of_rows(int dim) {
   if constexpr (POOL::kIsFp8) {
-    if (dim <= 64) return kDecodeVariant<DecodeTile<POOL, 64, 32, 6, 2>>;
-    if (dim <= 128) return kDecodeVariant<DecodeTile<POOL, 128, 32, 3, 2>>;
-    return kDecodeVariant<DecodeTile<POOL, 256, 16, 3, 2>>;
+    if (dim <= 64) return kDecodeVariant<DecodeTile<POOL, 64, ROWS, 32, 3, 8, 2>>;
+    if (dim <= 128) return kDecodeVariant<DecodeTile<POOL, 128, ROWS, 16, 3, 8, ROWS == 8 ? 2 : 1>>;
+    return kDecodeVariant<DecodeTile<POOL, 256, ROWS, 16, 3, 8, 1>>;
   } else {
-    if (dim <= 64) return kDecodeVariant<DecodeTile<POOL, 64, 32, 3, 2>>;
-    if (dim <= 128) return kDecodeVariant<DecodeTile<POOL, 128, 16, 3, 2>>;
-    return kDecodeVariant<DecodeTile<POOL, 256, 16, 2, 1>>;
+    if (dim <= 64) return kDecodeVariant<DecodeTile<POOL, 64, ROWS, 16, 3, 8, 2>>;
+    if (dim <= 128) return kDecodeVariant<DecodeTile<POOL, 128, ROWS, 16, 3, 8, 1>>;
+    return kDecodeVariant<DecodeTile<POOL, 256, ROWS, 16, 3, 4, 1>>;
   }
+}
+
+template <class POOL>
+const DecodeVariant& decode_variant_of(int dim, int rows) {
+  return rows <= 8 ? decode_variant_of_rows<POOL, 8>(dim) : decode_variant_of_rows<POOL, 16>(dim);
 }
 
 }  // namespace torch_pagedkv

@@ -28,6 +28,11 @@ struct DeviceIndices {
     return is_wide ? *reinterpret_cast<const int64_t*>(address)
                    : *reinterpret_cast<const int32_t*>(address);
   }
+
+  TORCH_PAGEDKV_HOST_DEVICE int clamped(int64_t index, int least, int most) const {
+    const int64_t value = (*this)[index];
+    return value < least ? least : value > most ? most : static_cast<int>(value);
+  }
 };
 
 // The exponent of a power of two, -1 for other numbers.

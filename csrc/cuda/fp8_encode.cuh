@@ -18,12 +18,13 @@ struct Divisor {
   Kind kind;
 
   TORCH_PAGEDKV_HOST_DEVICE explicit Divisor(float divisor)
-      : value(divisor), inverse(1.0f / divisor), kind(kAny) {
+      : value(divisor), inverse(1.0f), kind(kAny) {
     const float size = divisor < 0 ? -divisor : divisor;
     if (divisor == 1.0f) {
       kind = kOne;
     } else if (size >= 0x1p-60f && size <= 0x1p60f) {
       kind = kNormal;
+      inverse = 1.0f / divisor;
     }
   }
 
@@ -32,7 +33,10 @@ struct Divisor {
   // it is too small or too large for its last bits to matter.
   TORCH_PAGEDKV_HOST_DEVICE float divide(float x) const {
     if (kind == kOne) return x;
-    if (kind == kAny) return x / value;
+    return kind == kNormal ? divide_by_normal(x) : x / value;
+  }
+
+  TORCH_PAGEDKV_HOST_DEVICE float divide_by_normal(float x) const {
     const float product = x * inverse;
     float quotient = product;
     quotient = fmaf(fmaf(-quotient, value, x), inverse, quotient);
@@ -63,30 +67,35 @@ __device__ inline uint32_t two_to_fp8(float first, float second) {
 template <class Format, int N>
 __device__ inline void values_to_fp8(
     const float (&values)[N], const Divisor& divisor, uint32_t (&words)[(N + 3) / 4]) {
-  float quotients[N];
-  bool has_nan = false;
+  if constexpr (N > 1) {
+    // 0 times a number is NaN for NaN, whose sign the instructions lose, and for infinities.
+    float zeros = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) zeros = fmaf(values[i], 0.0f, zeros);
+    if (zeros == 0.0f && divisor.kind != Divisor::kAny) {
+      float quotients[N];
+      if (divisor.kind == Divisor::kOne) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) quotients[i] = values[i];
+      } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) quotients[i] = divisor.divide_by_normal(values[i]);
+      }
+#pragma unroll
+      for (int word = 0; word < N / 4; ++word) {
+        const float* four = quotients + 4 * word;
+        words[word] =
+            two_to_fp8<Format>(four[0], four[1]) | two_to_fp8<Format>(four[2], four[3]) << 16;
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int word = 0; word < (N + 3) / 4; ++word) words[word] = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    quotients[i] = divisor.divide(values[i]);
-    has_nan |= quotients[i] != quotients[i];
-  }
-  if (has_nan || N == 1) {  // a NaN's sign is lost by the instructions
-#pragma unroll
-    for (int word = 0; word < (N + 3) / 4; ++word) words[word] = 0;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const uint32_t byte = float_to_fp8<Format>(values[i], divisor.value);
-      words[i / 4] |= byte << (8 * (i % 4));
-    }
-    return;
-  }
-  if constexpr (N > 1) {
-#pragma unroll
-    for (int word = 0; word < N / 4; ++word) {
-      const float* four = quotients + 4 * word;
-      words[word] =
-          two_to_fp8<Format>(four[0], four[1]) | two_to_fp8<Format>(four[2], four[3]) << 16;
-    }
+    const uint32_t byte = float_to_fp8<Format>(values[i], divisor.value);
+    words[i / 4] |= byte << (8 * (i % 4));
   }
 }
 

@@ -11,7 +11,7 @@
 #include <cfloat>
 
 #include "checks.h"
-#include "decode_problem.h"
+#include "decode_schedule.cuh"
 #include "launch.h"
 
 namespace torch_pagedkv {
@@ -19,32 +19,41 @@ namespace {
 
 constexpr const char* kOp = "paged_attention";
 
-// Positions and counts fit into int32, with room for a tile.
-constexpr int64_t kMostCount = INT32_MAX - 4096;
+// Positions, counts and sums of two of them fit into int32, with room for a tile.
+constexpr int64_t kMostCount = INT32_MAX / 2 - 4096;
 // Partial results take no more memory than so many for each row of the output.
 constexpr int64_t kMostSplits = 64;
 // A part of fewer positions costs more to merge than it saves.
-constexpr int64_t kLeastPositionsOfPart = 128;
+constexpr int kLeastPositionsOfPart = 128;
+// CTAs that join parts, above which each takes more rows.
+constexpr int64_t kMostMergingCtas = 512;
+// Warps that walk the heads of a sequence side by side.
+constexpr int kMostOfTeam = 8;
 
-const DecodeVariant& variant_of(const Tensor& key_cache, const Tensor& value_cache) {
+const DecodeVariant& variant_of(
+    const Tensor& key_cache, const Tensor& value_cache, int rows) {
   const int dim = static_cast<int>(std::max(key_cache.size(3), value_cache.size(3)));
   switch (key_cache.scalar_type()) {
-    case ScalarType::BFloat16: return decode_variant_bfloat16(dim);
-    case ScalarType::Half: return decode_variant_float16(dim);
-    case ScalarType::Float8_e4m3fn: return decode_variant_e4m3(dim);
-    default: return decode_variant_e5m2(dim);
+    case ScalarType::BFloat16: return decode_variant_bfloat16(dim, rows);
+    case ScalarType::Half: return decode_variant_float16(dim, rows);
+    case ScalarType::Float8_e4m3fn: return decode_variant_e4m3(dim, rows);
+    default: return decode_variant_e5m2(dim, rows);
   }
 }
 
-// Rows are copied in pieces of 16 bytes, and 8 output elements are written at once.
+// Pieces of 16 bytes of a row are whole, and 8 output elements are written at once.
 bool takes_pool(const Tensor& cache) {
   const int64_t element = static_cast<int64_t>(cache.element_size());
+  return cache.size(3) * element % 16 == 0 && cache.size(3) <= kMostDecodeDim;
+}
+
+bool has_aligned_rows(const Tensor& cache) {
+  const int64_t element = static_cast<int64_t>(cache.element_size());
   bool is_aligned = reinterpret_cast<intptr_t>(cache.data_ptr()) % 16 == 0;
-  is_aligned = is_aligned && cache.size(3) * element % 16 == 0;
   for (int64_t dim = 0; dim < 3; ++dim) {
     is_aligned = is_aligned && (cache.size(dim) == 1 || cache.stride(dim) * element % 16 == 0);
   }
-  return is_aligned && cache.size(3) <= kMostDecodeDim;
+  return is_aligned;
 }
 
 // Whether these kernels take a call, as far as its sequences are short enough: the one place that
@@ -65,7 +74,7 @@ bool takes(
   const int32_t device = key_cache.get_device_index();
   return device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 8 &&
          device_attribute(kOp, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) >=
-             variant_of(key_cache, value_cache).shared_bytes;
+             variant_of(key_cache, value_cache, kRows).shared_bytes;
 }
 
 bool paged_attention_takes(
@@ -88,57 +97,80 @@ PoolRows pool_rows(const Tensor& cache) {
 
 HeadFloats floats_of(const HeadValues& values) { return {values.data(), values.stride()}; }
 
-// CTAs that share out the tiles, and the slots of their partial results.
-void share_out(DecodeProblem& problem, const DecodeVariant& variant, int32_t device) {
-  const int64_t items = static_cast<int64_t>(problem.num_sequences) * problem.items_of_sequence();
-  const int64_t rows = static_cast<int64_t>(problem.num_tokens) * problem.num_heads;
-  const int64_t most_tiles = std::max(1, (problem.max_positions + variant.tile - 1) / variant.tile);
-  const int64_t least = std::max<int64_t>(1, kLeastPositionsOfPart / variant.tile);
-  const int64_t most_tokens = problem.starts.data ? problem.num_tokens : 1;
-  const int64_t rows_of_slot = std::min<int64_t>(kRows, problem.heads_of_tile * most_tokens);
-  const int64_t multiprocessors =
-      device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
-  const int64_t resident = variant.ctas * multiprocessors;
-  const int64_t most_slots = kMostSplits * rows / rows_of_slot;
-  int64_t ctas = std::min(resident, (items * most_tiles + least - 1) / least);
-  problem.slots_by_item = items < ctas && items < most_slots;
-  ctas = std::min(ctas, problem.slots_by_item ? most_slots - items : most_slots / 2);
-  ctas = std::max<int64_t>(ctas, 1);
-  problem.ctas = static_cast<int>(ctas);
-  problem.least_tiles = static_cast<int>(least);
-  problem.rows_of_slot = static_cast<int>(rows_of_slot);
-  const int64_t slots = problem.slots_by_item ? ctas + items : 2 * ctas;
-  problem.partial_rows = ctas == 1 || most_tiles == 1 ? 0 : slots * rows_of_slot;
+int64_t tiles_of_longest(const DecodeProblem& problem, const DecodeVariant& variant) {
+  return std::max(1, (problem.max_positions + variant.tile - 1) / variant.tile);
 }
 
-void launch(DecodeProblem problem, const DecodeVariant& variant, const Tensor& lse) {
+void form_teams(DecodeProblem& problem) {
+  const int items = problem.items_of_sequence();
+  problem.team = std::min(items, kMostOfTeam);
+  while (items % problem.team != 0) --problem.team;
+  problem.groups = items / problem.team;
+}
+
+// Teams of warps that share out the tiles, and the slots of their partial results.
+void share_out(DecodeProblem& problem, const DecodeVariant& variant, int32_t device) {
+  const int64_t groups = static_cast<int64_t>(problem.num_sequences) * problem.groups;
+  const int64_t rows = static_cast<int64_t>(problem.num_tokens) * problem.num_heads;
+  const int64_t most_tiles = tiles_of_longest(problem, variant);
+  const int64_t multiprocessors =
+      device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
+  const int64_t resident = variant.warps * variant.ctas * multiprocessors / problem.team;
+  const int64_t most_pairs = kMostSplits * rows / problem.rows_of_slot / problem.team;
+  const int64_t most_shares = (groups * most_tiles + problem.least_tiles - 1) / problem.least_tiles;
+  int64_t teams = std::min(resident, most_shares);
+  problem.slots_by_group = groups < teams && groups < most_pairs;
+  teams = std::min(teams, problem.slots_by_group ? most_pairs - groups : most_pairs / 2);
+  teams = std::max<int64_t>(teams, 1);
+  problem.teams = static_cast<int>(teams);
+  const int64_t pairs = problem.slots_by_group ? teams + groups : 2 * teams;
+  const bool is_cut = teams > 1 && most_tiles > 1;
+  problem.partial_rows = is_cut ? pairs * problem.team * problem.rows_of_slot : 0;
+}
+
+void launch(DecodeProblem problem, const DecodeVariant& variant, const Tensor& lse, int64_t num_splits) {
   const int32_t device = lse.get_device_index();
   const int64_t items = static_cast<int64_t>(problem.num_sequences) * problem.items_of_sequence();
-  const int64_t most_tiles = std::max(1, (problem.max_positions + variant.tile - 1) / variant.tile);
-  int64_t ctas;
-  if (problem.num_splits == 0) {
+  problem.tiles_have_one_block = problem.block_size % variant.tile == 0;
+  problem.least_tiles = std::max(1, kLeastPositionsOfPart / variant.tile);
+  problem.merged_rows = 1;
+  form_teams(problem);
+  int64_t warps;
+  if (num_splits == 0) {
     share_out(problem, variant, device);
-    ctas = problem.ctas;
+    warps = static_cast<int64_t>(problem.teams) * problem.team;
   } else {
-    const int64_t most_splits = problem.num_sequences == 0 ? 1 : most_tiles;
-    problem.num_splits = static_cast<int>(std::min<int64_t>(problem.num_splits, most_splits));
-    const int64_t rows = static_cast<int64_t>(problem.num_tokens) * problem.num_heads;
-    problem.partial_rows = problem.num_splits == 1 ? 0 : problem.num_splits * rows;
-    ctas = std::max<int64_t>(1, items * problem.num_splits);
+    const int64_t most_tiles = tiles_of_longest(problem, variant);
+    const int64_t most = (most_tiles + problem.least_tiles - 1) / problem.least_tiles;
+    const int64_t parts = std::min(std::min(num_splits, most) * kPartsOfSplit, most);
+    problem.parts = static_cast<int>(parts);
+    problem.partial_rows = parts == 1 ? 0 : items * parts * problem.rows_of_slot;
+    warps = std::max<int64_t>(1, items * parts);
   }
+  const int64_t ctas = (warps + variant.warps - 1) / variant.warps;
   if (ctas > INT32_MAX || items > INT32_MAX) {
-    const std::string actual = std::to_string(problem.num_splits);
+    const std::string actual = std::to_string(num_splits);
     refuse(kOp, "num_splits", actual, "give less than 2**31 parts of all sequences and heads");
   }
   std::optional<Tensor> scratch;
   if (problem.partial_rows > 0) {
+    const int64_t counts = num_splits == 0 ? 2 * (problem.num_sequences + int64_t{1}) : 0;
     const int64_t size = problem.partial_rows * (problem.value_dim + 2);
-    scratch.emplace(torch::stable::new_empty(lse, {size}));
-    problem.partials = static_cast<float*>(scratch->data_ptr());
+    scratch.emplace(torch::stable::new_empty(lse, {counts + size}));
+    float* const memory = static_cast<float*>(scratch->data_ptr());
+    if (counts > 0) problem.tiles_before = reinterpret_cast<int64_t*>(memory + size);
+    problem.partials = memory;
+    while (problem.merged_rows < std::min(problem.rows_of_slot, kMergeWarps) &&
+           items * problem.rows_of_slot > kMostMergingCtas * problem.merged_rows) {
+      problem.merged_rows *= 2;
+    }
   }
   const cudaStream_t stream = current_stream(device);
+  check_cuda(kOp, variant.request_memory(device));
   check_cuda(kOp, variant.attend(problem, ctas, stream));
-  if (problem.partial_rows > 0) check_cuda(kOp, variant.merge(problem, items, stream));
+  if (problem.partial_rows == 0 || items == 0) return;
+  const bool overlaps = device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 9;
+  check_cuda(kOp, variant.merge(problem, items, overlaps, stream));
 }
 
 void check_all(
@@ -244,6 +276,7 @@ bool paged_attention(
                              rows.token_stride % 16 == 0 && rows.head_stride % 16 == 0;
   problem.keys = pool_rows(key_cache);
   problem.values = pool_rows(value_cache);
+  problem.rows_are_aligned = has_aligned_rows(key_cache) && has_aligned_rows(value_cache);
   problem.table = static_cast<const char*>(block_table.data_ptr());
   problem.table_is_wide = block_table.scalar_type() == ScalarType::Long;
   problem.table_stride = block_table.stride(0) * static_cast<int64_t>(block_table.element_size());
@@ -272,12 +305,15 @@ bool paged_attention(
       softcap > 0 ? static_cast<float>(std::min(1.0 / softcap, static_cast<double>(FLT_MAX))) : 0.0f;
   // No key is farther than this from any row: a wider window has no limit.
   const int64_t farthest = problem.max_positions + tokens;
-  problem.window_left = window_left >= farthest ? -1 : window_left;
-  problem.window_right = causal ? 0 : window_right >= farthest ? -1 : window_right;
-  problem.num_splits = static_cast<int>(std::min<int64_t>(num_splits, kMostCount));
+  problem.window_left = window_left >= farthest ? -1 : static_cast<int>(window_left);
+  problem.window_right = causal ? 0 : window_right >= farthest ? -1 : static_cast<int>(window_right);
+
+  const int64_t most_tokens = problem.starts.data ? tokens : 1;
+  problem.rows_of_slot =
+      static_cast<int>(std::min<int64_t>(kRows, problem.heads_of_tile * most_tokens));
 
   const OnDevice on_device(device);
-  launch(problem, variant_of(key_cache, value_cache), lse);
+  launch(problem, variant_of(key_cache, value_cache, problem.rows_of_slot), lse, num_splits);
   return true;
 }
 

@@ -1,8 +1,8 @@
 // reshape_and_cache: every new token's key and value into its slot of the pools.
 //
-// A token's heads are cut into packs of 16 bytes of the source, or less where an address, a stride or
-// a head size is no multiple of that. Adjacent threads take adjacent packs of a token, its key's
-// first, then its value's; each thread has several tokens in flight.
+// A token's heads are cut into packs of 16 bytes (of the target, where it is the smaller one), or less
+// where an address, a stride or a head size is no multiple of that. Adjacent threads take adjacent packs
+// of a token, its key's first, then its value's; each thread has several tokens in flight.
 
 #include <torch/csrc/stable/library.h>
 
@@ -236,6 +236,9 @@ struct Call {
 
   template <class Source, class Format>
   void quantise() const {
+    if constexpr (sizeof(Source) == 2) {
+      if (takes_packs_of(16)) return run<QuantisePack<Source, Format, 16>>();
+    }
     constexpr int kElements = 16 / sizeof(Source);
     if (takes_packs_of(kElements)) return run<QuantisePack<Source, Format, kElements>>();
     return run<QuantisePack<Source, Format, 1>>();

@@ -23,20 +23,28 @@ inline bool is_multiple(int64_t size, std::initializer_list<int64_t> numbers) {
   return true;
 }
 
+struct alignas(16) TwoPacks {
+  uint4 first, second;
+};
+
 template <int BYTES>
 using PackOf = std::conditional_t<
-    BYTES == 16, uint4,
+    BYTES == 32, TwoPacks,
     std::conditional_t<
-        BYTES == 8, uint2,
+        BYTES == 16, uint4,
         std::conditional_t<
-            BYTES == 4, uint32_t,
-            std::conditional_t<BYTES == 2, uint16_t, uint8_t>>>>;
+            BYTES == 8, uint2,
+            std::conditional_t<
+                BYTES == 4, uint32_t,
+                std::conditional_t<BYTES == 2, uint16_t, uint8_t>>>>>;
 
 // Reads what this launch reads once and does not write.
 template <int BYTES>
 __device__ inline PackOf<BYTES> load_once(const char* address) {
   PackOf<BYTES> pack;
-  if constexpr (BYTES == 16) {
+  if constexpr (BYTES == 32) {
+    pack = {load_once<16>(address), load_once<16>(address + 16)};
+  } else if constexpr (BYTES == 16) {
     asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
         : "=r"(pack.x), "=r"(pack.y), "=r"(pack.z), "=r"(pack.w)
         : "l"(address));
@@ -61,7 +69,11 @@ struct CopyPack {
 };
 
 __device__ inline float element_to_float(float element) { return element; }
-__device__ inline float element_to_float(__half element) { return __half2float(element); }
+// The instruction forgets a NaN's sign.
+__device__ inline float element_to_float(__half element) {
+  const uint32_t sign = static_cast<uint32_t>(__half_as_ushort(element)) << 16;
+  return __uint_as_float((__float_as_uint(__half2float(element)) & 0x7FFFFFFF) | (sign & 0x80000000));
+}
 __device__ inline float element_to_float(__nv_bfloat16 element) {
   return __uint_as_float(static_cast<uint32_t>(__bfloat16_as_ushort(element)) << 16);
 }

@@ -38,29 +38,12 @@ __device__ inline float without_infinity(float score) {
 __device__ inline float safe_tanh(float x) {
   const float size = fabsf(x);
   const float decayed = power_of_two(size * (-2.0f * kLog2E));
-  const float quotient = (1.0f - decayed) / (1.0f + decayed);
+  const float quotient = __fdividef(1.0f - decayed, 1.0f + decayed);
   const float square = x * x;
   const float series =
       1.0f + square * (-1.0f / 3 + square * (2.0f / 15 + square * (-17.0f / 315)));
   return size < 0.2f ? x * series : copysignf(quotient, x);
 }
-
-// What makes a score of a product of a query row and a key.
-struct ScoreTerms {
-  float factor;  // of the query row
-  float scale, softcap, inverse_softcap, slope;
-  int position;
-  bool has_more;  // than a scale
-
-  __device__ float score(float product, int position_of_key) const {
-    float score = without_infinity(product * factor * scale);
-    if (has_more) {
-      if (softcap > 0.0f) score = softcap * safe_tanh(score * inverse_softcap);
-      score = without_infinity(score + slope * static_cast<float>(position_of_key - position));
-    }
-    return score;
-  }
-};
 
 // A row's output and log-sum-exp are made of its maximum, total and accumulated values.
 struct RowEnd {
@@ -69,27 +52,28 @@ struct RowEnd {
   // The sink is one more logit without a value.
   __device__ RowEnd(float maximum, float total, bool has_sink, float sink, float value_scale) {
     sees_keys_ = total != 0.0f;
-    decay_ = 1.0f;
+    float decay = 1.0f;
     value_scale_ = value_scale;
     if (has_sink) {
       const float joined = fmaxf(maximum, sink);
       const float reference = reference_of(joined);
-      decay_ = weight_of(maximum, reference);
-      total = total * decay_ + weight_of(sink, reference);
+      decay = weight_of(maximum, reference);
+      total = total * decay + weight_of(sink, reference);
       maximum = joined;
     }
-    divisor_ = total == 0.0f ? 1.0f : total;
-    lse = total == 0.0f ? -INFINITY : maximum + logf(divisor_);
+    const float divisor = total == 0.0f ? 1.0f : total;
+    factor_ = decay / divisor;
+    lse = total == 0.0f ? -INFINITY : maximum + logf(divisor);
   }
 
   // Selected, because a value scale that is not finite would make NaN of 0.
   __device__ float value(float accumulated) const {
-    return sees_keys_ ? accumulated * decay_ / divisor_ * value_scale_ : 0.0f;
+    return sees_keys_ ? accumulated * factor_ * value_scale_ : 0.0f;
   }
 
  private:
   bool sees_keys_;
-  float decay_, divisor_, value_scale_;
+  float factor_, value_scale_;
 };
 
 }  // namespace torch_pagedkv

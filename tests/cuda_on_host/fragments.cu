@@ -8,7 +8,7 @@
 #include <set>
 #include <vector>
 
-#include "cuda/decode_fragments.cuh"
+#include "cuda/decode_products.cuh"
 
 using namespace torch_pagedkv;
 
@@ -63,23 +63,16 @@ struct Trial {
   using Pool = typename TILE::Pool;
   static constexpr int kDim = TILE::kDim, kKeys = TILE::kKeys;
   int query[16][kDim], keys[kKeys][kDim], values[kKeys][kDim], weights[16][kKeys];
-  std::vector<uint8_t> query_memory, key_memory, value_memory;
+  std::vector<uint8_t> key_memory, value_memory;
   long wrong = 0;
 
   explicit Trial(std::mt19937& random)
-      : query_memory(16 * kDim * 2), key_memory(kKeys * TILE::kRowBytes), value_memory(kKeys * TILE::kRowBytes) {
+      : key_memory(kKeys * TILE::kRowBytes), value_memory(kKeys * TILE::kRowBytes) {
     const auto draw = [&](int& number) { number = static_cast<int>(random() % 15) - 7; };
     for (auto& row : query) for (int& number : row) draw(number);
     for (auto& row : keys) for (int& number : row) draw(number);
     for (auto& row : values) for (int& number : row) draw(number);
     for (auto& row : weights) for (int& number : row) draw(number);
-    for (int row = 0; row < 16; ++row) {
-      for (int element = 0; element < kDim; ++element) {
-        const int place = element / 16 * 16 + Pool::query_place(element % 16);
-        const int16_t bits = static_cast<int16_t>(query[row][element]);
-        std::memcpy(&query_memory[swizzled<kDim * 2>(row, place * 2)], &bits, 2);
-      }
-    }
     for (int key = 0; key < kKeys; ++key) {
       for (int element = 0; element < kDim; ++element) {
         put(key_memory, key, element, keys[key][element]);
@@ -110,94 +103,123 @@ struct Trial {
     }
   }
 
-  void check_scores() {
-    constexpr int kOfLoad = Pool::kStepsOfLoad;
-    float scores[kKeys / 8][32][4] = {};
-    for (int step = 0; step < kDim / 16; step += kOfLoad) {
-      uint32_t a[kOfLoad][32][4], place[32], loaded[32][4];
-      for (int i = 0; i < kOfLoad; ++i) {
-        for (int lane = 0; lane < 32; ++lane) {
-          const LanePlace at(lane);
-          place[lane] = swizzled<kDim * 2>(at.value_row, (step + i) * 32 + at.value_byte);
-        }
-        load_matrices_of_warp(query_memory, place, false, a[i]);
+  // A load of four matrices as tiles of a left matrix, as the pools take it apart.
+  static void key_tile(const uint32_t (&loaded)[32][4], int i, uint32_t (&tile)[32][4]) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t word = Pool::kIsFp8 ? loaded[lane][2 * i + j % 2] : loaded[lane][j];
+        tile[lane][j] = Pool::kIsFp8 ? bytes_of(word, j / 2 * 2, j / 2 * 2 + 1) : word;
       }
-      for (int pair = 0; pair < kKeys / 16; ++pair) {
+    }
+  }
+
+  static void value_tile(const uint32_t (&loaded)[32][4], int i, uint32_t (&tile)[32][4]) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t word = Pool::kIsFp8 ? loaded[lane][i + j / 2 * 2] : loaded[lane][j];
+        tile[lane][j] = Pool::kIsFp8 ? bytes_of(word, j % 2, 2 + j % 2) : word;
+      }
+    }
+  }
+
+  void check_scores() {
+    constexpr int kOfLoad = Pool::kTilesOfLoad;
+    float scores[kKeys / 16][2][32][4] = {};
+    for (int step = 0; step < kDim / 16; ++step) {
+      for (int column = 0; column < 2; ++column) {
+        uint32_t place[32], loaded[32][4], rows[32][2];
         for (int lane = 0; lane < 32; ++lane) {
-          const LanePlace at(lane);
-          place[lane] = swizzled<TILE::kRowBytes>(pair * 16 + at.key_row, step / kOfLoad * 32 + at.key_byte);
-        }
-        load_matrices_of_warp(key_memory, place, false, loaded);
-        for (int i = 0; i < kOfLoad; ++i) {
-          uint32_t first[32][2], second[32][2];
-          for (int lane = 0; lane < 32; ++lane) {
-            if (Pool::kIsFp8) {
-              first[lane][0] = bytes_of(loaded[lane][i], 0, 1);
-              first[lane][1] = bytes_of(loaded[lane][i], 2, 3);
-              second[lane][0] = bytes_of(loaded[lane][2 + i], 0, 1);
-              second[lane][1] = bytes_of(loaded[lane][2 + i], 2, 3);
-            } else {
-              first[lane][0] = loaded[lane][0], first[lane][1] = loaded[lane][1];
-              second[lane][0] = loaded[lane][2], second[lane][1] = loaded[lane][3];
-            }
+          for (int half = 0; half < 2; ++half) {
+            const int element = step * 16 + Pool::query_element(lane % 4, half);
+            const int* const row = query[column * 8 + lane / 4];
+            rows[lane][half] = pair_of(row[element], row[element + 1]);
           }
-          multiply_of_warp(scores[2 * pair], a[i], first);
-          multiply_of_warp(scores[2 * pair + 1], a[i], second);
+        }
+        for (int tile = 0; tile < kKeys / 16; ++tile) {
+          for (int lane = 0; lane < 32; ++lane) {
+            const LanePlace at(lane);
+            const int byte = step / kOfLoad * 32 + at.key_byte;
+            place[lane] = swizzled<TILE::kRowBytes>(tile * 16 + at.key_row, byte);
+          }
+          uint32_t of_keys[32][4];
+          load_matrices_of_warp(key_memory, place, false, loaded);
+          key_tile(loaded, step % kOfLoad, of_keys);
+          multiply_of_warp(scores[tile][column], of_keys, rows);
         }
       }
     }
-    for (int tile = 0; tile < kKeys / 8; ++tile) {
-      for (int lane = 0; lane < 32; ++lane) {
-        for (int i = 0; i < 4; ++i) {
-          const int row = lane / 4 + i / 2 * 8, key = tile * 8 + 2 * (lane % 4) + i % 2;
-          int sum = 0;
-          for (int element = 0; element < kDim; ++element) sum += query[row][element] * keys[key][element];
-          wrong += scores[tile][lane][i] != static_cast<float>(sum);
+    for (int tile = 0; tile < kKeys / 16; ++tile) {
+      for (int column = 0; column < 2; ++column) {
+        for (int lane = 0; lane < 32; ++lane) {
+          for (int i = 0; i < 4; ++i) {
+            const int key = tile * 16 + lane / 4 + i / 2 * 8, row = column * 8 + 2 * (lane % 4) + i % 2;
+            int sum = 0;
+            for (int element = 0; element < kDim; ++element) sum += query[row][element] * keys[key][element];
+            wrong += scores[tile][column][lane][i] != static_cast<float>(sum);
+          }
         }
       }
     }
   }
 
+  // The weights start where the products of keys leave them: keys along the lanes.
   void check_values() {
     constexpr int kOfLoad = Pool::kTilesOfLoad;
-    float acc[kDim / 8][32][4] = {};
+    float sums[kDim / 16][2][32][4] = {};
     for (int step = 0; step < kKeys / 16; ++step) {
-      uint32_t a[32][4], place[32], loaded[32][4];
-      for (int lane = 0; lane < 32; ++lane) {
-        const int g = lane / 4, key = step * 16 + 2 * (lane % 4);
-        a[lane][0] = pair_of(weights[g][key], weights[g][key + 1]);
-        a[lane][1] = pair_of(weights[g + 8][key], weights[g + 8][key + 1]);
-        a[lane][2] = pair_of(weights[g][key + 8], weights[g][key + 9]);
-        a[lane][3] = pair_of(weights[g + 8][key + 8], weights[g + 8][key + 9]);
-      }
-      for (int tile = 0; tile < kDim / 8; tile += kOfLoad) {
-        for (int lane = 0; lane < 32; ++lane) {
-          const LanePlace at(lane);
-          place[lane] = swizzled<TILE::kRowBytes>(step * 16 + at.value_row, tile / kOfLoad * 32 + at.value_byte);
-        }
-        load_matrices_of_warp(value_memory, place, true, loaded);
-        for (int i = 0; i < kOfLoad; ++i) {
-          uint32_t b[32][2];
-          for (int lane = 0; lane < 32; ++lane) {
-            for (int half = 0; half < 2; ++half) {
-              const uint32_t word = loaded[lane][i / (kOfLoad / 2) * 2 + half];
-              b[lane][half] = Pool::kIsFp8 ? bytes_of(word, i % 2, 2 + i % 2) : word;
+      uint32_t rows[2][32][2], place[32], loaded[32][4];
+      for (int column = 0; column < 2; ++column) {
+        for (int half = 0; half < 2; ++half) {
+          int matrix[8][8];  // [key][row], transposed by movmatrix
+          for (int key = 0; key < 8; ++key) {
+            for (int row = 0; row < 8; ++row) {
+              matrix[key][row] = weights[column * 8 + row][step * 16 + half * 8 + key];
             }
           }
-          multiply_of_warp(acc[tile + i], a, b);
+          for (int lane = 0; lane < 32; ++lane) {
+            const int key = 2 * (lane % 4), row = lane / 4;
+            rows[column][lane][half] = pair_of(matrix[key][row], matrix[key + 1][row]);
+          }
+        }
+      }
+      for (int tile = 0; tile < kDim / 16; ++tile) {
+        for (int lane = 0; lane < 32; ++lane) {
+          const LanePlace at(lane);
+          const int byte = tile / kOfLoad * 32 + at.value_byte;
+          place[lane] = swizzled<TILE::kRowBytes>(step * 16 + at.value_row, byte);
+        }
+        uint32_t of_values[32][4];
+        load_matrices_of_warp(value_memory, place, true, loaded);
+        value_tile(loaded, tile % kOfLoad, of_values);
+        for (int column = 0; column < 2; ++column) multiply_of_warp(sums[tile][column], of_values, rows[column]);
+      }
+    }
+    for (int tile = 0; tile < kDim / 16; ++tile) {
+      for (int column = 0; column < 2; ++column) {
+        for (int lane = 0; lane < 32; ++lane) {
+          for (int i = 0; i < 4; ++i) {
+            const int row = column * 8 + 2 * (lane % 4) + i % 2, of = Pool::column(tile, lane / 4, i / 2);
+            int sum = 0;
+            for (int key = 0; key < kKeys; ++key) sum += weights[row][key] * values[key][of];
+            wrong += sums[tile][column][lane][i] != static_cast<float>(sum);
+          }
         }
       }
     }
-    for (int tile = 0; tile < kDim / 8; ++tile) {
-      for (int lane = 0; lane < 32; ++lane) {
-        for (int i = 0; i < 4; ++i) {
-          const int row = lane / 4 + i / 2 * 8, column = Pool::column(tile, lane % 4, i % 2);
-          int sum = 0;
-          for (int key = 0; key < kKeys; ++key) sum += weights[row][key] * values[key][column];
-          wrong += acc[tile][lane][i] != static_cast<float>(sum);
-        }
-      }
+  }
+
+  // Lanes that write at once fall into different banks, and no two elements into one place.
+  void check_results() {
+    std::set<int> places;
+    for (int row = 0; row < 8; ++row) {
+      for (int column = 0; column < kDim; ++column) places.insert(TILE::result_place(row, column));
     }
+    wrong += static_cast<long>(places.size()) != 8 * kDim || *places.rbegin() >= 8 * kDim;
+    std::set<int> banks;
+    for (int lane = 0; lane < 32 && !Pool::kIsFp8; ++lane) {
+      banks.insert(TILE::result_place(2 * (lane % 4), Pool::column(0, lane / 4, 0)) % 32);
+    }
+    wrong += !Pool::kIsFp8 && banks.size() != 32;
   }
 };
 
@@ -207,16 +229,17 @@ long check(std::mt19937& random) {
   trial.check_banks();
   trial.check_scores();
   trial.check_values();
+  trial.check_results();
   return trial.wrong;
 }
 
 int main() {
   std::mt19937 random(0);
-  long wrong = check<DecodeTile<BFloat16Pool, 64, 32, 3, 2>>(random);
-  wrong += check<DecodeTile<BFloat16Pool, 128, 16, 3, 2>>(random);
-  wrong += check<DecodeTile<BFloat16Pool, 256, 16, 2, 1>>(random);
-  wrong += check<DecodeTile<E4M3Pool, 64, 32, 6, 2>>(random);
-  wrong += check<DecodeTile<E4M3Pool, 128, 32, 3, 2>>(random);
-  wrong += check<DecodeTile<E4M3Pool, 256, 16, 3, 2>>(random);
+  long wrong = check<DecodeTile<BFloat16Pool, 64, 16, 16, 3, 8, 2>>(random);
+  wrong += check<DecodeTile<BFloat16Pool, 128, 16, 16, 3, 8, 1>>(random);
+  wrong += check<DecodeTile<BFloat16Pool, 256, 16, 16, 3, 4, 1>>(random);
+  wrong += check<DecodeTile<E4M3Pool, 64, 16, 32, 3, 8, 2>>(random);
+  wrong += check<DecodeTile<E4M3Pool, 128, 16, 16, 3, 8, 2>>(random);
+  wrong += check<DecodeTile<E4M3Pool, 256, 16, 16, 3, 8, 1>>(random);
   std::printf("%ld\n", wrong);
 }

@@ -46,11 +46,25 @@ struct Batch {
     problem.lengths.stride = 8, problem.lengths.is_wide = true;
     if (is_packed) problem.starts.data = reinterpret_cast<const char*>(starts.data());
     problem.starts.stride = 8, problem.starts.is_wide = true;
-    problem.ctas = 1 + random() % 300;
+    const int items = problem.items_of_sequence();
+    problem.team = 1 + random() % 8;
+    while (items % problem.team != 0) --problem.team;
+    problem.groups = items / problem.team;
+    problem.teams = 1 + random() % 40;
     problem.least_tiles = 1 + random() % 3;
-    problem.slots_by_item = random() % 2;
+    problem.slots_by_group = random() % 2;
   }
 };
+
+// The sequence that a tile is in, as TileSums finds it.
+Place place_of(const DecodeProblem& problem, int64_t tile) {
+  Place place{0, 0};
+  while (true) {
+    const int64_t here = static_cast<int64_t>(sequence_of<kTile>(problem, place.sequence).tiles) * problem.groups;
+    if (tile < place.before + here) return place;
+    place = {place.sequence + 1, place.before + here};
+  }
+}
 
 void check_shares(const Batch& batch) {
   const DecodeProblem& problem = batch.problem;
@@ -62,49 +76,69 @@ void check_shares(const Batch& batch) {
     const Sequence sequence = sequence_of<kTile>(problem, index);
     for (int item = 0; item < items && sequence.tiles > 0; ++item) {
       tiles[{index, item}] = sequence.tiles;
-      first_tiles[{index, item}] = total * items + static_cast<int64_t>(item) * sequence.tiles;
+      first_tiles[{index, item}] =
+          total * problem.groups + static_cast<int64_t>(item / problem.team) * sequence.tiles;
     }
     total += sequence.tiles;
   }
-  const int64_t share = share_of_cta(problem, total);
-  const int64_t slots =
-      problem.slots_by_item ? problem.ctas + static_cast<int64_t>(problem.num_sequences) * items
-                            : 2 * static_cast<int64_t>(problem.ctas);
+  const int64_t share = share_of_team(problem, total), all = total * problem.groups;
+  const int64_t pairs = problem.slots_by_group
+                            ? problem.teams + static_cast<int64_t>(problem.num_sequences) * problem.groups
+                            : 2 * static_cast<int64_t>(problem.teams);
   std::set<int64_t> used;
-  std::map<Item, std::map<int, int64_t>> slots_of_parts;
-  for (int64_t cta = 0; cta < problem.ctas; ++cta) {
-    const int64_t first = cta * share, stop = std::min(first + share, total * items);
-    if (first >= stop) continue;
-    Place place{0, 0};
-    while (true) {
-      const int64_t here = static_cast<int64_t>(sequence_of<kTile>(problem, place.sequence).tiles) * items;
-      if (first < place.before + here) break;
-      place.before += here;
-      ++place.sequence;
-    }
-    Walk<kTile> walk(problem, first, stop, share, place);
-    while (!walk.is_done()) {
-      const Segment segment = walk.next(problem, cta);
-      const Item key{segment.sequence, segment.item};
-      expect(segment.count > 0 && segment.first == taken[key]);  // in order, without gaps
-      taken[key] += segment.count;
-      if (segment.parts == 1) {
-        expect(segment.count == tiles[key]);
-        continue;
+  std::map<Item, std::vector<int64_t>> slots_of_parts;
+  for (int64_t team = 0; team < problem.teams; ++team) {
+    const int64_t first = team * share, count = std::min(share, all - first);
+    if (count <= 0) continue;
+    for (int member = 0; member < problem.team; ++member) {
+      auto walk = Walk<kTile>::through_share(problem, team, member, place_of(problem, first), first, count);
+      while (!walk.is_done()) {
+        const Segment segment = walk.next(problem);
+        const Item key{segment.sequence, segment.item};
+        expect(segment.item % problem.team == member);
+        expect(segment.count > 0 && segment.first == taken[key]);  // in order, without gaps
+        taken[key] += segment.count;
+        expect(segment.is_whole == (segment.count == tiles[key]));
+        if (segment.is_whole) continue;
+        expect(segment.slot >= 0 && segment.slot < pairs * problem.team && used.insert(segment.slot).second);
+        slots_of_parts[key].push_back(segment.slot);
       }
-      expect(segment.slot >= 0 && segment.slot < slots && used.insert(segment.slot).second);
-      expect(segment.part == static_cast<int>(slots_of_parts[key].size()));
-      slots_of_parts[key][segment.part] = segment.slot;
     }
   }
   expect(taken == tiles);
   for (const auto& [key, count] : tiles) {  // what the merge looks for
     const auto [index, item] = key;
-    const ItemParts cut = parts_of_item(first_tiles[key], count, share);
-    expect(cut.parts == 1 ? slots_of_parts.count(key) == 0
-                          : cut.parts == static_cast<int>(slots_of_parts[key].size()));
-    for (int part = 0; cut.parts > 1 && part < cut.parts; ++part) {
-      expect(slots_of_parts[key][part] == slot_of(problem, cut.first_cta + part, index, item, part == 0));
+    const int64_t first_team = first_tiles[key] / share;
+    const int64_t parts = (first_tiles[key] + count - 1) / share - first_team + 1;
+    const std::vector<int64_t>& slots = slots_of_parts[key];
+    expect(parts == 1 ? slots.empty() : parts == static_cast<int64_t>(slots.size()));
+    for (int64_t part = 0; parts > 1 && part < parts; ++part) {
+      const int group = item / problem.team, member = item % problem.team;
+      expect(slots[part] == slot_of(problem, first_team + part, index, group, member, part == 0));
+    }
+  }
+}
+
+// The parts of items that are cut by their own length: none is empty, and no two have one slot.
+void check_parts(DecodeProblem problem, int most_parts) {
+  problem.parts = most_parts;
+  std::set<int64_t> used;
+  for (int index = 0; index < problem.num_sequences; ++index) {
+    const Sequence sequence = sequence_of<kTile>(problem, index);
+    const int parts = parts_of_item(problem, sequence.tiles);
+    expect(parts >= 1 && parts <= most_parts);
+    for (int item = 0; item < problem.items_of_sequence(); ++item) {
+      int next = 0;
+      for (int part = 0; part < most_parts; ++part) {
+        auto walk = Walk<kTile>::through_part(problem, index, item, part);
+        expect(walk.is_done() == (part >= parts || sequence.tiles == 0));
+        if (walk.is_done()) continue;
+        const Segment segment = walk.next(problem);
+        expect(walk.is_done() && segment.sequence == index && segment.item == item && segment.first == next);
+        expect(segment.is_whole == (parts == 1) && used.insert(segment.slot).second);
+        next += segment.count;
+      }
+      expect(next == sequence.tiles);
     }
   }
 }
@@ -132,17 +166,6 @@ void check_sequences(const Batch& batch) {
       if (any) expect(tile >= 0 && tile < sequence.tiles && key >= sequence.lowest && key < sequence.highest);
       if (!all) expect(key < sequence.seen_by_all_from || key >= sequence.seen_by_all_to);
     }
-    for (const int splits : {1, 2, 3, 8, 1000}) {
-      int next = 0;
-      const int parts = part_of_item(sequence.tiles, 0, splits).parts;
-      expect(parts <= splits);
-      for (int part = 0; part < splits; ++part) {
-        const Segment segment = part_of_item(sequence.tiles, part, splits);
-        expect((segment.count > 0) == (part < parts) && (part >= parts || segment.first == next));
-        next += segment.count;
-      }
-      expect(next == sequence.tiles);
-    }
   }
 }
 
@@ -151,7 +174,9 @@ int main() {
   for (int round = 0; round < 400; ++round) {
     const Batch batch(random);
     check_shares(batch);
-    if (batch.problem.num_sequences < 12) check_sequences(batch);
+    if (batch.problem.num_sequences >= 12) continue;
+    check_sequences(batch);
+    for (const int parts : {1, 2, 3, 8, 100}) check_parts(batch.problem, parts);
   }
   std::printf("%ld\n", wrong);
 }

@@ -1,0 +1,88 @@
+// The query rows of an item, as right matrices in registers.
+
+#pragma once
+
+#include "decode_schedule.cuh"
+#include "decode_tile.cuh"
+
+namespace torch_pagedkv {
+
+// Two adjacent 16-bit elements, whatever their address is a multiple of.
+__device__ inline uint32_t load_pair(const char* source, bool is_aligned) {
+  if (is_aligned) return *reinterpret_cast<const uint32_t*>(source);
+  const uint16_t* const elements = reinterpret_cast<const uint16_t*>(source);
+  return elements[0] | static_cast<uint32_t>(elements[1]) << 16;
+}
+
+template <class TILE>
+struct WarpQuery {
+  static constexpr int kSteps = TILE::kDim / 16;
+  uint32_t pairs[kSteps][TILE::kColumns][2];
+
+  // Loads the rows that exist, zeros for others; leaves in terms[row].scale what a row was divided by.
+  __device__ void load(
+      const DecodeProblem& problem, const Sequence& sequence, int first_head, int heads,
+      RowTerms* terms) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int column = 0; column < TILE::kColumns; ++column) {
+      const int row = column * 8 + g;
+      const int token = row / problem.heads_of_tile, head = row % problem.heads_of_tile;
+      const bool is_row = token < sequence.query_length && head < heads;
+      const int64_t token_place = (sequence.start + token) * problem.query_token_stride;
+      const int64_t head_place = (first_head + head) * problem.query_head_stride;
+      const char* const source = problem.query + (is_row ? token_place + head_place : 0);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int element = step * 16 + TILE::Pool::query_element(t, half);
+          uint32_t pair = 0;
+          if (is_row && element < problem.key_dim) {
+            pair = load_pair(source + element * 2, problem.query_is_aligned);
+          }
+          pairs[step][column][half] = pair;
+        }
+      }
+    }
+#pragma unroll
+    for (int column = 0; column < TILE::kColumns; ++column) {
+      float scale = 1.0f;
+      if (TILE::Pool::kIsFp8 && problem.query_is_bfloat16) scale = make_halves(column);
+      if (t == 0) terms[column * 8 + g].scale = scale;
+    }
+  }
+
+ private:
+  // Makes float16 of bfloat16. A power of two brings a row's largest element close to float16's largest;
+  // what then gets lost of the smallest ones is below float32's rounding of the products of the largest.
+  __device__ float make_halves(int column) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t pair = pairs[step][column][half];
+        largest = max(largest, max(pair & 0x7FFF, pair >> 16 & 0x7FFF));
+      }
+    }
+    largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 1));
+    largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
+    int power = 14 - (static_cast<int>(largest >> 7) - 127);
+    power = largest == 0 || largest >= 0x7F80 ? 0 : min(power, 126);
+    const float factor = __uint_as_float(static_cast<uint32_t>(127 + power) << 23);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t& pair = pairs[step][column][half];
+        const float low = BFloat16Math::to_float(pair & 0xFFFF);
+        const float high = BFloat16Math::to_float(pair >> 16);
+        pair = HalfMath::pair(low * factor, high * factor);
+      }
+    }
+    return __uint_as_float(static_cast<uint32_t>(127 - power) << 23);
+  }
+};
+
+}  // namespace torch_pagedkv
