@@ -127,14 +127,21 @@ def paged_attention(
     Source: PagedAttention (Kwon et al. 2023) over FlashAttention's online softmax (Dao et al. 2022);
     split keys as in Flash-Decoding; sinks as in GPT-OSS.
     """
-    check_tensors(
-        _NAME,
-        query=query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        block_table=block_table,
-        seqused_k=seqused_k,
-    )
+    if not (
+        isinstance(query, torch.Tensor)
+        and isinstance(key_cache, torch.Tensor)
+        and isinstance(value_cache, torch.Tensor)
+        and isinstance(block_table, torch.Tensor)
+        and isinstance(seqused_k, torch.Tensor)
+    ):
+        check_tensors(
+            _NAME,
+            query=query,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            block_table=block_table,
+            seqused_k=seqused_k,
+        )
     check_optional_tensors(
         _NAME,
         cu_seqlens_q=cu_seqlens_q,
@@ -145,8 +152,9 @@ def paged_attention(
     )
     check_window(_NAME, window_size)
     softcap = 0.0 if softcap is None else softcap
-    check_numbers(_NAME, softcap=softcap)
-    if softmax_scale is not None:
+    if type(softcap) is not float:
+        check_numbers(_NAME, softcap=softcap)
+    if softmax_scale is not None and type(softmax_scale) is not float:
         check_numbers(_NAME, softmax_scale=softmax_scale)
     check_integers(_NAME, num_splits=num_splits)
     if not isinstance(causal, bool):  # None would silently mean False
@@ -176,8 +184,12 @@ def check_window(op: str, window_size: tuple[int, int]) -> None:
     if isinstance(window_size, list):  # as the dispatcher hands it on
         window_size = tuple(window_size)
     is_pair = isinstance(window_size, tuple) and len(window_size) == 2
-    if not is_pair or not all(isinstance(side, int) and -1 <= side < 2**63 for side in window_size):
+    if not is_pair or not (_is_side(window_size[0]) and _is_side(window_size[1])):
         raise ValueError(f"{op}: window_size must be a pair (left, right) of integers >= -1, got {window_size!r}")
+
+
+def _is_side(side: object) -> bool:
+    return isinstance(side, int) and -1 <= side < 2**63
 
 
 def check_options(op: str, softmax_scale: float | None, softcap: float, num_splits: int) -> None:

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 LIBRARY = torch.library.Library("torch_pagedkv", "DEF")
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
+_KERNELS_ONLY = torch._C._after_ADInplaceOrView_keyset
 
 
 def register_op(
@@ -41,7 +42,8 @@ def register_op(
     LIBRARY.impl(name, cpu, "CPU")
     LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"torch_pagedkv::{name}", fake, lib=LIBRARY)
-    LIBRARY.impl(name, _autograd_kernel(op, mutates), "Autograd", with_keyset=True)
+    kernels = {torch._C.DispatchKey.CPU: cpu, torch._C.DispatchKey.CUDA: cuda}
+    LIBRARY.impl(name, _autograd_kernel(op, mutates, kernels), "Autograd", with_keyset=True)
     LIBRARY.impl(name, _refuse_vmap(name), "FuncTorchBatched")
     return op
 
@@ -56,7 +58,9 @@ def _refuse_vmap(name: str) -> Callable[..., Any]:
     return refuse
 
 
-def _autograd_kernel(op: torch._ops.OpOverload, mutates: tuple[int, ...]) -> Callable[..., Any]:
+def _autograd_kernel(
+    op: torch._ops.OpOverload, mutates: tuple[int, ...], kernels: dict[torch._C.DispatchKey, Callable[..., Any]]
+) -> Callable[..., Any]:
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, (*args, *kwargs.values()))
@@ -66,7 +70,12 @@ def _autograd_kernel(op: torch._ops.OpOverload, mutates: tuple[int, ...]) -> Cal
                 if torch._C._functorch.peek_interpreter_stack() is not None:
                     raise NotImplementedError(_no_gradient(op, "a transform of torch.func"))
                 return _InferenceOnly.apply(op, keyset, args, kwargs, *tensors)
-        result = op.redispatch(keyset & _AFTER_AUTOGRAD, *args, **kwargs)
+        # Where nothing but a kernel is left to come, calling it here saves a second way through the dispatcher.
+        backend = kernels.get((keyset & _KERNELS_ONLY).highestPriorityTypeId())
+        if backend is None:
+            result = op.redispatch(keyset & _AFTER_AUTOGRAD, *args, **kwargs)
+        else:
+            result = backend(*args, **kwargs)
         for position in mutates:
             if not args[position].is_inference():  # inference tensors have no version
                 torch.autograd.graph.increment_version(args[position])
