@@ -235,6 +235,69 @@ def test_blocks_may_be_overwritten_as_soon_as_swap_out_returns():
         assert_same_bits(cache.storage, expected)
 
 
+def swapped_space(num_blocks=12, **options):
+    """A cache whose blocks have all been to the host and back once: later times copy nothing but bytes."""
+    cache = make("cuda", num_blocks=num_blocks, dtype=BF16)
+    swap_space = SwapSpace(cache, num_blocks, **options)
+    everything = [(block, block) for block in range(num_blocks)]
+    swap_space.swap_out(everything)
+    swap_space.swap_in(everything)
+    torch.cuda.synchronize()
+    return cache, swap_space, everything
+
+
+def keep_busy(stream):
+    """Let a stream do nothing for a fifth of a second; what is enqueued there comes after."""
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(400_000_000)
+        return stream.record_event()
+
+
+@needs_cuda
+def test_bytes_cross_the_bus_while_the_main_stream_computes():
+    """Out: what comes after a swap does not wait for its bytes. In: its bytes do not wait for what came before."""
+    cache, swap_space, everything = swapped_space(staging_blocks=6)
+    expected = cache.storage.clone()
+    main = torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    swap_space.swap_out(everything)
+    computed = keep_busy(main)
+    swap_space._stream.synchronize()
+    assert not computed.query()
+    cache.storage.zero_()
+    torch.cuda.synchronize()
+    computed = keep_busy(main)
+    swap_space.swap_in(everything)
+    swap_space._stream.synchronize()
+    assert not computed.query()
+    assert_same_bits(cache.storage, expected)
+
+
+@needs_cuda
+@pytest.mark.parametrize("staging_blocks", [1, 2, 5])
+def test_nothing_is_used_again_before_its_copy_ended(staging_blocks):
+    """Whichever stream is late, the other one does not take a block or a buffer from it."""
+    cache, swap_space, everything = swapped_space(staging_blocks=staging_blocks)
+    expected = cache.storage.clone()
+    torch.cuda.synchronize()
+    keep_busy(swap_space._stream)  # bytes leave late, and the pool is overwritten at once
+    swap_space.swap_out(everything)
+    cache.storage.zero_()
+    torch.cuda.synchronize()
+    keep_busy(torch.cuda.current_stream())  # buffers are emptied late
+    swap_space.swap_in(everything)
+    assert_same_bits(cache.storage, expected)
+
+    before = [block_of(cache, block) for block in (1, 2)]
+    keep_busy(swap_space._stream)  # host block 1 is given away while its bytes have not arrived
+    swap_space.swap_in([(1, 5)])
+    swap_space.swap_out([(2, 1)])
+    swap_space.swap_in([(1, 6)])
+    for block, tensors in zip((5, 6), before):
+        for actual, tensor in zip(block_of(cache, block), tensors):
+            assert_same_bits(actual, tensor)
+
+
 @needs_cuda
 def test_a_capture_is_refused():
     cache = make("cuda")

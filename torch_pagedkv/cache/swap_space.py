@@ -92,8 +92,7 @@ class SwapSpace:
         for part in self._parts(owner, pairs, (self.cache.num_blocks, self.num_blocks)):
             blocks, host_blocks = zip(*part)
             if self._stream is None:
-                for pool, memory in zip(self._pools(), self._memory):
-                    memory.index_copy_(0, self._ids(host_blocks), pool.index_select(0, self._ids(blocks)))
+                _copy_rows(self._pools(), self._memory, part)
                 continue
             buffer, is_idle = next(self._buffers)
             current = torch.cuda.current_stream(self.cache.device)
@@ -122,8 +121,7 @@ class SwapSpace:
         for part in self._parts(owner, pairs, (self.num_blocks, self.cache.num_blocks)):
             host_blocks, blocks = zip(*part)
             if self._stream is None:
-                for pool, memory in zip(self._pools(), self._memory):
-                    pool.index_copy_(0, self._ids(blocks), memory.index_select(0, self._ids(host_blocks)))
+                _copy_rows(self._memory, self._pools(), part)
                 continue
             buffer, is_idle = next(self._buffers)
             current = torch.cuda.current_stream(self.cache.device)
@@ -166,3 +164,10 @@ class SwapSpace:
     def _ids(self, blocks: tuple[int, ...]) -> torch.Tensor:
         ids = torch.tensor(blocks, dtype=torch.int64, device="cpu", pin_memory=self._stream is not None)
         return ids.to(self.cache.device, non_blocking=True)
+
+
+def _copy_rows(sources: list[torch.Tensor], targets: list[torch.Tensor], pairs: list[tuple[int, int]]) -> None:
+    """Copy rows of each source into its target: a block is large, and an index op would go element by element."""
+    for source, target in zip(sources, targets):
+        for row, target_row in pairs:
+            target[target_row].copy_(source[row])
