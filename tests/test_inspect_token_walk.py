@@ -33,17 +33,19 @@ def test_checkpoint():
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "padded", "packed_hnd", "layers"])
 @pytest.mark.parametrize("block_size", [1, 7, 16])
-def test_ends_where_the_ops_write_and_read(layout, block_size, device):
+@pytest.mark.parametrize("kernels,dtype", [("triton", FP32), ("cuda", BF16)], ids=str)
+def test_ends_where_the_ops_write_and_read(kernels, dtype, layout, block_size, device):
     """A row written by the op stands at the elements of the walk's write; the gather finds those of its read."""
     table = [7, 2, 9, 4, 0]
-    pools = make_pools(layout, 10, block_size, 3, 8, 8, FP32, device)
+    pools = make_pools(layout, 10, block_size, 3, 8, 8, dtype, device)
     key_cache, value_cache = pools[:2]
-    memory = torch.as_strided(key_cache, (key_cache.untyped_storage().nbytes() // 4,), (1,), 0)
+    size = key_cache.untyped_storage().nbytes() // dtype.itemsize
+    memory = torch.as_strided(key_cache, (size,), (1,), 0)
     start = key_cache.storage_offset()
     for position in (0, block_size, 3 * block_size - 1, 5 * block_size - 1):
-        named = {"strides": key_cache.stride()[:3], "num_kv_heads": 3, "head_dim": 8, "dtype": FP32}
-        walk = inspect.explain(table, block_size, position, **named)
-        key = torch.randn(1, 3, 8, device=device)
+        named = {"strides": key_cache.stride()[:3], "num_kv_heads": 3, "head_dim": 8, "dtype": dtype}
+        walk = inspect.explain(table, block_size, position, **named, kernels=kernels)
+        key = torch.randn(1, 3, 8, device=device).to(dtype)
         slot = torch.tensor([walk.place.slot], device=device)
         torch_pagedkv.reshape_and_cache(key, key, key_cache, value_cache, slot)
         for element in (walk.written_element, walk.read_element):
