@@ -138,10 +138,10 @@ def test_what_cuda_cpp_does_not_take_is_told_as_triton(why, options):
     assert "written by reshape_and_cache on CUDA, in CUDA C++" in printed
 
 
-needs_library = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
 
 
-@needs_library
+@needs_cuda
 @pytest.mark.parametrize("head_dim,dtype", [(64, BF16), (20, BF16), (264, BF16), (256, FP16), (128, FP32)], ids=str)
 def test_the_library_takes_what_the_walk_says(head_dim, dtype):
     from torch_pagedkv.ops.kernel_choice import cuda_attention_takes, cuda_kernel

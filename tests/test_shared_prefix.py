@@ -19,7 +19,7 @@ BATCHES = {
     "nobody_is_long_enough": ([20, 0, 47], None, ()),
     "one": ([70], None, ()),
     "chunks": ([70, 53, 90, 61], [0, 7, 12, 13, 26], ()),
-    "a_query_in_the_prefix": ([54, 53, 60], [0, 7, 12, 42], (2,)),
+    "a_query_in_the_prefix": ([54, 53, 60], [0, 7, 12, 42], ()),
     "no_queries": ([70, 53, 90], [0, 0, 5, 5], (1,)),
     "values_out_of_range": ([-5, 10**6, 70], [3, 1, 900, 2], ()),
     "many": ([40 + i % 50 for i in range(300)], None, tuple(range(0, 300, 7))),
