@@ -3,7 +3,7 @@
     python benchmarks/bench_swap_space.py --threads 1
     python benchmarks/bench_swap_space.py --device cuda
 
-Blocks lie in random order. What comes back is compared with what went, to the bit, before anything is
+Blocks lie in random order, host blocks in a row or not. What comes back is compared with what went, to the bit, before anything is
 timed. On a GPU the copy is one between pinned memory and the device, the time is that of the stream that the
 bytes cross the bus on; "compute" is a row of matrix products on the main stream that takes about as long, "both"
 is both enqueued in one go, and "hidden" the share of the shorter one that the other one covers.
@@ -23,16 +23,19 @@ from machine import describe, parse, print_header, print_row, times_of
 from torch_pagedkv import PagedKVCache, SwapSpace
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
-ROUNDS = 12
+ROUNDS = 7
 
 
-def make(blocks: int, device: str) -> tuple[PagedKVCache, SwapSpace, list, list]:
+def make(
+    blocks: int, device: str, staging_blocks: int = 16, *, in_a_row: bool = False
+) -> tuple[PagedKVCache, SwapSpace, list, list]:
     """Return a cache, room for its blocks, and the pairs of a swap out and of the swap back in."""
+    host_blocks = torch.arange(blocks) if in_a_row else torch.randperm(blocks)
     sizes = {"num_blocks": blocks, "block_size": BLOCK_SIZE, "dtype": torch.bfloat16}
     cache = PagedKVCache(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, **sizes, device=device)
     cache.storage.normal_()
-    out = list(zip(torch.randperm(blocks).tolist(), torch.randperm(blocks).tolist(), strict=True))
-    return cache, SwapSpace(cache, blocks), out, [(host, block) for block, host in out]
+    out = list(zip(torch.randperm(blocks).tolist(), host_blocks.tolist(), strict=True))
+    return cache, SwapSpace(cache, blocks, staging_blocks=staging_blocks), out, [(host, block) for block, host in out]
 
 
 def check(cache: PagedKVCache, swap_space: SwapSpace, out: list, back: list) -> None:
@@ -85,10 +88,12 @@ def on_gpu() -> None:
     }
     compute = Products()
     print_header(
-        "blocks", "MB", "way", "GB/s", "of a plain copy", "host, ms", "compute, ms", "both, ms", "hidden"
+        "blocks", "MB", "staging_blocks", "host blocks", "way", "GB/s", "of a plain copy", "host, ms",
+        "compute, ms", "both, ms", "hidden",
     )  # fmt: skip
-    for blocks in (16, 128, 512):
-        cache, swap_space, out, back = make(blocks, "cuda")
+    cases = [(16, 16, False), (128, 16, False), (128, 16, True), (128, 64, False), (512, 16, False), (512, 256, True)]
+    for blocks, staging_blocks, in_a_row in cases:
+        cache, swap_space, out, back = make(blocks, "cuda", staging_blocks, in_a_row=in_a_row)
         check(cache, swap_space, out, back)
         for way, swap in (("out", partial(swap_space.swap_out, out)), ("in", partial(swap_space.swap_in, back))):
             whole, host = milliseconds(swap)
@@ -100,7 +105,9 @@ def on_gpu() -> None:
             )
             rate, hidden = cache.nbytes / whole / 1e6, (whole + alone - both) / min(whole, alone)
             limit = pinned.nbytes / limits[way] / 1e6
-            print_row(blocks, cache.nbytes / 1e6, way, rate, rate / limit, host, alone, both, hidden)
+            order = "in a row" if in_a_row else "in any order"
+            named = (blocks, cache.nbytes / 1e6, staging_blocks, order, way)
+            print_row(*named, rate, rate / limit, host, alone, both, hidden)
 
 
 class Products:

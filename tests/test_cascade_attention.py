@@ -214,8 +214,9 @@ def test_traces_whole_and_serves_every_length(device):
     [
         (32, 32, 8, 32768, 16),  # 128 rows of a KV head: a program each, of 16 parts
         (32, 32, 8, 8192, 16),
-        (32, 32, 8, 2048, 4),  # no part of less than 512 keys
-        (32, 32, 8, 1000, 1),
+        (32, 32, 8, 2048, 16),
+        (32, 32, 8, 1000, 4),  # no part of less than 128 keys
+        (32, 32, 8, 128, 1),
         (33, 32, 8, 32768, 8),
         (128, 32, 8, 32768, 4),
         (4096, 32, 8, 32768, 1),

@@ -10,6 +10,7 @@ import torch
 from cases import BF16, E4M3, E5M2, FP16, FP32
 from pools import assert_same_bits
 from torch_pagedkv.cache import BlockManager, OutOfBlocks, PagedBatch, PagedKVCache, SwapSpace
+from torch_pagedkv.cache import swap_space as swap_space_module
 from torch_pagedkv.ops import gather_kv, reshape_and_cache
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
@@ -93,6 +94,20 @@ def test_refusals_change_nothing(method, more, device):
     assert_same_bits(cache.storage, before)
     swap_space.swap_in([(block, block) for block in range(6)])
     assert_same_bits(cache.storage, before)
+
+
+@pytest.mark.parametrize(
+    "host_blocks,runs",
+    [
+        ([], []),
+        ([4], [(0, 1, 4)]),
+        ([2, 3, 4, 7, 9, 10], [(0, 3, 2), (3, 4, 7), (4, 6, 9)]),
+        ([1, 1, 2], [(0, 1, 1), (1, 3, 1)]),
+    ],
+    ids=str,
+)
+def test_host_blocks_in_a_row_are_one_copy(host_blocks, runs):
+    assert list(swap_space_module._runs(host_blocks)) == runs
 
 
 def test_constructor_refusals():

@@ -21,7 +21,7 @@ from torch_pagedkv.ops.shared_prefix import split_shared_prefix_op
 _OWNER = "cascade_attention"
 _ROWS_OF_PROGRAM = 128  # query rows of a KV head that a kernel for long queries takes at once
 _PROGRAMS = 128  # about as many as a large GPU has multiprocessors, each of which runs one of these
-_LEAST_KEYS = 512  # of a part: fewer cost more to merge than they save
+_LEAST_KEYS = 128  # of a part: a tile of those kernels
 
 
 def cascade_attention(
