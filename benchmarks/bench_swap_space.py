@@ -3,10 +3,10 @@
     python benchmarks/bench_swap_space.py --threads 1
     python benchmarks/bench_swap_space.py --device cuda
 
-Blocks lie in random order, host blocks in a row or not. What comes back is compared with what went, to the bit, before anything is
-timed. On a GPU the copy is one between pinned memory and the device, the time is that of the stream that the
-bytes cross the bus on; "compute" is a row of matrix products on the main stream that takes about as long, "both"
-is both enqueued in one go, and "hidden" the share of the shorter one that the other one covers.
+Blocks lie in random order, host blocks in a row or not. What comes back is compared with what went, to the
+bit, before anything is timed. On a GPU the copy is one between pinned memory and the device, and the time
+is that until both streams are done; "compute" is a row of matrix products on the main stream that takes about
+as long, "both" is both enqueued in one go, and "hidden" the share of the shorter one that the other one covers.
 """
 
 from __future__ import annotations
