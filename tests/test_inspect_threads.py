@@ -107,6 +107,12 @@ def test_packs_start_at_multiples_of_their_size(layout):
     assert all(stride % lanes.pack == 0 for stride in key_cache.stride()[:2])
 
 
+def test_packs_do_not_cross_heads_that_lie_apart():
+    rows = torch.empty((1, 2, 20), dtype=BF16)
+    padded = torch.empty_strided((4, 16, 2, 20), (16 * 48, 48, 24, 1), dtype=BF16)
+    assert cuda_kernels.lanes_of_cuda_write(rows, padded, 0).pack == 4
+
+
 def test_tokens_of_a_call_have_rows_of_a_cta():
     walks = [inspect.explain([7, 2, 9], 16, 20, token=token) for token in (0, 1, 7, 8, 20)]
     assert [walk.lanes.thread_of(127) for walk in walks] == [(0, 15), (1, 15), (7, 15), (0, 15), (4, 15)]
