@@ -2,6 +2,7 @@
 
     python benchmarks/bench_cascade_attention.py --threads 2 1
     python benchmarks/bench_cascade_attention.py --device cuda
+    python benchmarks/bench_cascade_attention.py --device cuda --steps
 
 The plain call reads the prefix once for each sequence, and the blocks come from caches where they fit.
 Results are compared before anything is timed. On a GPU replays of captured graphs are timed, with a cold L2
@@ -11,12 +12,14 @@ cache; "floor" is what reading every key and value once would take at the speed 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 import on_cuda
 import torch_pagedkv
 from machine import describe, parse, print_header, print_row, times_of
+from torch_pagedkv.ops.shared_prefix import split_shared_prefix_op
 
 BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 32, 8, 128
 # (sequences, tokens that they share, tokens of their own)
@@ -26,6 +29,7 @@ CUDA_SHAPES = [
     (8, 2048, 512), (8, 8192, 512), (8, 32768, 512), (2, 8192, 512), (2, 32768, 512), (128, 1024, 512),
     (128, 8192, 512), (32, 8192, 8192),
 ]  # fmt: skip
+PARTS = (0, 2, 4, 8, 16, 32)  # 0: the kernel's own choice
 
 
 def make(sequences: int, shared: int, own: int, dtype: torch.dtype, device: str = "cpu") -> tuple[tuple, int]:
@@ -67,12 +71,28 @@ def on_gpu() -> None:
         print_row(sequences, shared, own, cascade, plain, plain / cascade, floor, cascade_host, plain_host)
 
 
+def steps_on_gpu() -> None:
+    """Time the steps of a call apart, the read of the prefix with several numbers of parts."""
+    print(f"\n{on_cuda.describe()}\n")
+    print_header("shared", "who shares, us", "rest, us", *(f"prefix in {n or 'any'}, us" for n in PARTS), "merge, us")
+    for shared in (1024, 8192, 32768):
+        (query, key_cache, value_cache, table, lengths), prefix = make(32, shared, 512, torch.bfloat16, "cuda")
+        batch = (table, lengths, None, prefix, BLOCK_SIZE, len(query), True)
+        *one, rest_table, rest_lengths, _ = split_shared_prefix_op(*batch)
+        read = partial(torch_pagedkv.paged_attention, query, key_cache, value_cache, return_lse=True)
+        rest = read(rest_table, rest_lengths)
+        calls = [partial(split_shared_prefix_op, *batch), partial(read, rest_table, rest_lengths)]
+        calls += [partial(read, *one, causal=False, num_splits=n) for n in PARTS]
+        calls.append(partial(torch_pagedkv.merge_attention_states, *rest, *rest))
+        print_row(shared, *(on_cuda.microseconds(call)[0] for call in calls))
+
+
 def main() -> None:
     device = {"choices": ("cpu", "cuda"), "default": "cpu"}
-    arguments = parse(__doc__, seconds=1.0, device=device)
+    arguments = parse(__doc__, seconds=1.0, device=device, steps={"action": "store_true"})
     torch.manual_seed(0)
     if arguments.device == "cuda":
-        return on_gpu()
+        return steps_on_gpu() if arguments.steps else on_gpu()
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         print(f"\n{describe()}\n")

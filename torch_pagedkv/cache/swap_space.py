@@ -32,7 +32,8 @@ class SwapSpace:
         cache: whose blocks are swapped.
         num_blocks: host blocks, 0 or more; their memory is taken at once.
         staging_blocks: blocks of each of two device buffers, for CUDA. A swap of more than two
-            buffers' blocks makes the current stream wait for a part of its own transfer.
+            buffers' blocks makes the current stream wait for a part of its own transfer: half of
+            what is swapped at once lets all of it run beside compute.
 
     Returns:
         ``nbytes`` is the size of the host memory, num_blocks and cache are attributes.
