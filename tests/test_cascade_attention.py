@@ -209,7 +209,62 @@ def test_traces_whole_and_serves_every_length(device):
     assert counter.frame_count <= 3
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
+@pytest.mark.parametrize(
+    "tokens,heads,kv_heads,prefix_len,splits",
+    [
+        (32, 32, 8, 32768, 16),  # 128 rows of a KV head: a program each, of 16 parts
+        (32, 32, 8, 8192, 16),
+        (32, 32, 8, 2048, 16),
+        (32, 32, 8, 1000, 4),  # no part of less than 128 keys
+        (32, 32, 8, 128, 1),
+        (33, 32, 8, 32768, 8),
+        (128, 32, 8, 32768, 4),
+        (4096, 32, 8, 32768, 1),
+        (4, 32, 8, 32768, 0),  # a decode kernel takes it, and shares it out by itself
+        (32, 8, 1, 2**20, 64),
+    ],
+)
+def test_parts_of_the_prefix_fill_a_gpu(tokens, heads, kv_heads, prefix_len, splits):
+    import sys
+    from types import SimpleNamespace
+
+    choose = sys.modules[module.__module__]._splits_of_prefix
+    key_cache = torch.empty(1, 8, kv_heads, 64)
+    query = SimpleNamespace(shape=(tokens, heads, 64), is_cuda=True)
+    assert choose(query, key_cache, prefix_len // 8) == splits
+    assert choose(SimpleNamespace(shape=query.shape, is_cuda=False), key_cache, prefix_len // 8) == 0
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
+
+
+@needs_cuda
+def test_cuda_memory_is_that_of_two_parts():
+    """Each part has an output and an LSE, the tables are copied once, and splits have their states; no more."""
+    tokens, heads, dim, columns, blocks = 32, 32, 64, 64, 40
+    key_cache, value_cache = torch.randn(2, 2048, 16, 8, dim, device="cuda", dtype=BF16).unbind(0)
+    table = torch.randperm(2048, device="cuda", dtype=torch.int32).view(tokens, columns)
+    table[:, :blocks] = table[0, :blocks].clone()
+    query = torch.randn(tokens, heads, dim, device="cuda", dtype=BF16)
+    rows, splits = tokens * heads, 64  # at most so many parts of a decode step
+    taken = []
+    for length in (700, 1024):
+        lengths = torch.full((tokens,), length, device="cuda", dtype=torch.int32)
+        for _ in range(2):  # the first call compiles
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            out = torch_pagedkv.cascade_attention(
+                query, key_cache, value_cache, table, lengths, num_prefix_blocks=blocks
+            )
+            taken.append(torch.cuda.max_memory_allocated() - before)
+            del out
+    assert taken[1] == taken[3]
+    results = rows * (3 * dim * 2 + 4 * 4) + 2 * table.nbytes
+    assert taken[1] <= results + splits * rows * (dim + 2) * 4 + 20 * 512
+
+
+@needs_cuda
 def test_cuda_captures_and_never_waits():
     batch = build(CHUNK, "cuda")
     expected = cascade(batch)  # compiles

@@ -157,11 +157,11 @@ def test_merging_with_nothing_changes_no_bit():
     assert (both.maximum == -torch.inf).all() and (both.out == 0).all() and (both.lse == -torch.inf).all()
 
 
-def test_scores_too_large_for_exp_do_not_overflow(kernel):
+def test_scores_too_large_for_exp_do_not_overflow(device, kernel):
     """Only differences are exponentiated: scores of thousands give what scores around 0 give."""
-    cache = torch.tensor([0.0, 1.0, 2.0, 3.0]).view(1, 4, 1, 1)
-    arguments = (cache, torch.tensor([[0]]), torch.tensor([4]))
-    query = torch.full((1, 1, 1), 1e4)
+    cache = torch.tensor([0.0, 1.0, 2.0, 3.0], device=device).view(1, 4, 1, 1)
+    arguments = (cache, torch.tensor([[0]], device=device), torch.tensor([4], device=device))
+    query = torch.full((1, 1, 1), 1e4, device=device)
     states = inspect.trace_softmax(query, cache, *arguments, tile=1, softmax_scale=1.0, kernel=kernel)
     assert [s.maximum.item() for s in states] == [0.0, 1e4, 2e4, 3e4]
     assert [s.denominator.item() for s in states] == [1.0] * 4

@@ -22,23 +22,30 @@ def test_checkpoint():
     assert walk.place == (1, 4, 2, 36) and walk.meets
     assert walk.written_element(1, 63) == walk.read_element(1, 63) == (36 * 2 + 1) * 64 + 63
     assert walk.written_element(1, 63, "HND") == ((2 * 2 + 1) * 16 + 4) * 64 + 63
-    assert (walk.tile.index, walk.tile.row, walk.tile.column) == (0, 20, 1)
+    # Of 32 threads for a token, and 8 tokens for a CTA, row 4 has token 20: threads 128 to 159.
+    assert walk.lanes.thread_of(2 * 64 - 1) == (4, 15)
+    assert (walk.tile.index, walk.tile.keys, walk.tile.row, walk.tile.warp, walk.tile.column) == (0, 128, 20, 0, 1)
+    assert walk.tile.lane_of(63) == 7
+    walk = inspect.explain([7, 2, 9], 16, 20, kernels="triton")
+    assert (walk.tile.index, walk.tile.keys, walk.tile.row, walk.tile.column) == (0, 32, 20, 1)
     assert walk.lanes.thread_of(2 * 64 - 1) == (0, 31)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "padded", "packed_hnd", "layers"])
 @pytest.mark.parametrize("block_size", [1, 7, 16])
-def test_ends_where_the_ops_write_and_read(layout, block_size, device):
+@pytest.mark.parametrize("kernels,dtype", [("triton", FP32), ("cuda", BF16)], ids=str)
+def test_ends_where_the_ops_write_and_read(kernels, dtype, layout, block_size, device):
     """A row written by the op stands at the elements of the walk's write; the gather finds those of its read."""
     table = [7, 2, 9, 4, 0]
-    pools = make_pools(layout, 10, block_size, 3, 8, 8, FP32, device)
+    pools = make_pools(layout, 10, block_size, 3, 8, 8, dtype, device)
     key_cache, value_cache = pools[:2]
-    memory = torch.as_strided(key_cache, (key_cache.untyped_storage().nbytes() // 4,), (1,), 0)
+    size = key_cache.untyped_storage().nbytes() // dtype.itemsize
+    memory = torch.as_strided(key_cache, (size,), (1,), 0)
     start = key_cache.storage_offset()
     for position in (0, block_size, 3 * block_size - 1, 5 * block_size - 1):
-        named = {"strides": key_cache.stride()[:3], "num_kv_heads": 3, "head_dim": 8, "dtype": FP32}
-        walk = inspect.explain(table, block_size, position, **named)
-        key = torch.randn(1, 3, 8, device=device)
+        named = {"strides": key_cache.stride()[:3], "num_kv_heads": 3, "head_dim": 8, "dtype": dtype}
+        walk = inspect.explain(table, block_size, position, **named, kernels=kernels)
+        key = torch.randn(1, 3, 8, device=device).to(dtype)
         slot = torch.tensor([walk.place.slot], device=device)
         torch_pagedkv.reshape_and_cache(key, key, key_cache, value_cache, slot)
         for element in (walk.written_element, walk.read_element):
@@ -54,7 +61,7 @@ def test_sides_are_computed_apart(monkeypatch):
     """A wrong step on one side is seen, because the other side does not take it."""
     from torch_pagedkv.inspect import token_walk
 
-    honest = token_walk.tile_of_read
+    honest = token_walk.tile_of_cuda_read
 
     def one_column_off(*arguments):
         import dataclasses
@@ -62,7 +69,7 @@ def test_sides_are_computed_apart(monkeypatch):
         tile = honest(*arguments)
         return dataclasses.replace(tile, column=tile.column + 1)
 
-    monkeypatch.setattr(token_walk, "tile_of_read", one_column_off)
+    monkeypatch.setattr(token_walk, "tile_of_cuda_read", one_column_off)
     walk = inspect.explain([7, 2, 9], 16, 20)
     assert not walk.meets and "DO NOT MEET" in str(walk)
 
@@ -73,7 +80,7 @@ def test_every_key_is_read_by_one_split_and_tile(length):
     table = list(range(400))
     before = None
     for position in range(0, length, 7):
-        tile = inspect.explain(table, 16, position, length=length).tile
+        tile = inspect.explain(table, 16, position, length=length, kernels="triton").tile
         assert tile.index * tile.keys + tile.row == position
         assert tile.is_whole == (position < length // 64 * 64)
         assert 0 <= tile.split < tile.num_splits
@@ -141,6 +148,8 @@ REFUSED = {
     "explain: head_dim must be in [1, 512], got 513": {"head_dim": 513},
     "explain: length must be in [21, 48], got 20": {"length": 20},
     "explain: length must be in [21, 48], got 49": {"length": 49},
+    "explain: token must be >= 0, got -1": {"token": -1},
+    "explain: kernels must be 'cuda' or 'triton', got 'cpu'": {"kernels": "cpu"},
 }
 
 
@@ -169,8 +178,10 @@ def test_command_prints_the_walk(capsys):
     assert main(CHECKPOINT) == 0
     assert capsys.readouterr().out == f"{inspect.explain([7, 2, 9], 16, 20)}\n"
     options = "--layout HND --num-kv-heads 4 --num-heads 8 --head-dim 128 --dtype float8_e4m3fn --length 40"
+    options += " --token 3 --kernels triton"
     assert main([*CHECKPOINT, *options.split()]) == 0
     named = {"layout": "HND", "num_kv_heads": 4, "num_heads": 8, "head_dim": 128, "dtype": E4M3, "length": 40}
+    named |= {"token": 3, "kernels": "triton"}
     assert capsys.readouterr().out == f"{inspect.explain([7, 2, 9], 16, 20, **named)}\n"
 
 

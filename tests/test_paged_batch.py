@@ -113,13 +113,28 @@ def test_update_allocates_nothing_on_the_device(max_tokens):
 
 
 @needs_cuda
-def test_update_takes_no_memory_of_the_gpu():
-    batch = PagedBatch.fixed(256, 64, 512, device="cuda")
-    arguments = [list(range(64))] * 256, [1024] * 256, [2] * 256
-    batch.update_(*arguments, block_size=16)
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    batch.update_(*arguments, block_size=16)
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+@pytest.mark.parametrize("max_tokens", [None, 512], ids=["decode", "packed"])
+def test_update_takes_no_memory_of_the_gpu_and_does_not_wait(max_tokens):
+    batch = PagedBatch.fixed(256, 64, max_tokens, device="cuda")
+    query_lens = None if max_tokens is None else [2] * 200
+    tables = [list(range(i, i + 64)) for i in range(200)]
+    batch.update_(tables, [1000] * 200, query_lens, block_size=16)  # its pinned memory is there from now on
+    torch.cuda.synchronize()
+    addresses = [t.data_ptr() for t in batch._fields() if t is not None]
+    counted = ("allocation.all.allocated", "requested_bytes.all.allocated", "num_alloc_retries")
+    before = [torch.cuda.memory_stats()[name] for name in counted]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for length in (990, 1000, 1024):
+            batch.update_(tables, [length] * 200, query_lens, block_size=16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [torch.cuda.memory_stats()[name] for name in counted] == before
+    assert [t.data_ptr() for t in batch._fields() if t is not None] == addresses
+    expected = PagedBatch.fixed(256, 64, max_tokens, device="cpu")
+    expected.update_(tables, [1024] * 200, query_lens, block_size=16)
+    for actual, wanted in zip(batch._fields(), expected._fields()):
+        assert (actual is None and wanted is None) or torch.equal(actual.cpu(), wanted)
 
 
 def test_decode_form_has_one_token_for_each_sequence(device):

@@ -67,7 +67,19 @@ def test_compares_with_the_batching_of_transformers(monkeypatch, capsys):
     assert run_example(monkeypatch, "--compare", "--max-new-tokens", "4") == 0
     printed = capsys.readouterr().out
     assert "32 of 32 have the same tokens" in printed
-    assert "this server" in printed and "generate_batch" in printed
+    header, ours, theirs = (line.split() for line in printed.splitlines()[-4:-1])
+    assert header[-5:] == ["first", "token,", "median", "95", "%"]
+    for line in (ours, theirs):
+        seconds, median, most = float(line[-5]), float(line[-2]), float(line[-1])
+        assert 0 <= median <= most <= seconds + 0.1
+    assert ours[:3] == ["this", "server", theirs[1]] and theirs[0] == "generate_batch"
+
+
+@pytest.mark.parametrize("count,rank", [(1, 1), (2, 2), (19, 19), (20, 19), (32, 31), (100, 95)])
+def test_95_percent_of_the_requests_waited_no_longer(count, rank):
+    import serve
+
+    assert serve.percentile_95([float(i) for i in reversed(range(1, count + 1))]) == rank
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 7, 100])

@@ -10,6 +10,7 @@ import torch
 from cases import BF16, E4M3, E5M2, FP16, FP32
 from pools import assert_same_bits
 from torch_pagedkv.cache import BlockManager, OutOfBlocks, PagedBatch, PagedKVCache, SwapSpace
+from torch_pagedkv.cache import swap_space as swap_space_module
 from torch_pagedkv.ops import gather_kv, reshape_and_cache
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
@@ -93,6 +94,20 @@ def test_refusals_change_nothing(method, more, device):
     assert_same_bits(cache.storage, before)
     swap_space.swap_in([(block, block) for block in range(6)])
     assert_same_bits(cache.storage, before)
+
+
+@pytest.mark.parametrize(
+    "host_blocks,runs",
+    [
+        ([], []),
+        ([4], [(0, 1, 4)]),
+        ([2, 3, 4, 7, 9, 10], [(0, 3, 2), (3, 4, 7), (4, 6, 9)]),
+        ([1, 1, 2], [(0, 1, 1), (1, 3, 1)]),
+    ],
+    ids=str,
+)
+def test_host_blocks_in_a_row_are_one_copy(host_blocks, runs):
+    assert list(swap_space_module._runs(host_blocks)) == runs
 
 
 def test_constructor_refusals():
@@ -233,6 +248,69 @@ def test_blocks_may_be_overwritten_as_soon_as_swap_out_returns():
         cache.storage.zero_()
         swap_space.swap_in(pairs)
         assert_same_bits(cache.storage, expected)
+
+
+def swapped_space(num_blocks=12, **options):
+    """A cache whose blocks have all been to the host and back once: later times copy nothing but bytes."""
+    cache = make("cuda", num_blocks=num_blocks, dtype=BF16)
+    swap_space = SwapSpace(cache, num_blocks, **options)
+    everything = [(block, block) for block in range(num_blocks)]
+    swap_space.swap_out(everything)
+    swap_space.swap_in(everything)
+    torch.cuda.synchronize()
+    return cache, swap_space, everything
+
+
+def keep_busy(stream):
+    """Let a stream do nothing for a fifth of a second; what is enqueued there comes after."""
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(400_000_000)
+        return stream.record_event()
+
+
+@needs_cuda
+def test_bytes_cross_the_bus_while_the_main_stream_computes():
+    """Out: what comes after a swap does not wait for its bytes. In: its bytes do not wait for what came before."""
+    cache, swap_space, everything = swapped_space(staging_blocks=6)
+    expected = cache.storage.clone()
+    main = torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    swap_space.swap_out(everything)
+    computed = keep_busy(main)
+    swap_space._stream.synchronize()
+    assert not computed.query()
+    cache.storage.zero_()
+    torch.cuda.synchronize()
+    computed = keep_busy(main)
+    swap_space.swap_in(everything)
+    swap_space._stream.synchronize()
+    assert not computed.query()
+    assert_same_bits(cache.storage, expected)
+
+
+@needs_cuda
+@pytest.mark.parametrize("staging_blocks", [1, 2, 5])
+def test_nothing_is_used_again_before_its_copy_ended(staging_blocks):
+    """Whichever stream is late, the other one does not take a block or a buffer from it."""
+    cache, swap_space, everything = swapped_space(staging_blocks=staging_blocks)
+    expected = cache.storage.clone()
+    torch.cuda.synchronize()
+    keep_busy(swap_space._stream)  # bytes leave late, and the pool is overwritten at once
+    swap_space.swap_out(everything)
+    cache.storage.zero_()
+    torch.cuda.synchronize()
+    keep_busy(torch.cuda.current_stream())  # buffers are emptied late
+    swap_space.swap_in(everything)
+    assert_same_bits(cache.storage, expected)
+
+    before = [block_of(cache, block) for block in (1, 2)]
+    keep_busy(swap_space._stream)  # host block 1 is given away while its bytes have not arrived
+    swap_space.swap_in([(1, 5)])
+    swap_space.swap_out([(2, 1)])
+    swap_space.swap_in([(1, 6)])
+    for block, tensors in zip((5, 6), before):
+        for actual, tensor in zip(block_of(cache, block), tensors):
+            assert_same_bits(actual, tensor)
 
 
 @needs_cuda

@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler.compiler import ASTSource, make_backend  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
+from torch_pagedkv.ops import shared_prefix  # noqa: E402
 from torch_pagedkv.triton_kernels import attention_tiles  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -40,7 +41,8 @@ LIMITS = {
 SPILLED = 0 if triton.__version__.startswith("3.6.") else 64
 TARGETS = {number: GPUTarget("cuda", number, 32) for number in (80, 86, 90, 100)}
 TARGETS[942] = GPUTarget("hip", "gfx942", 64)
-KERNELS = {stem: importlib.import_module(f"torch_pagedkv.triton_kernels.{stem}") for stem in native.STEMS}
+STEMS = (*native.STEMS, "shared_prefix")
+KERNELS = {stem: importlib.import_module(f"torch_pagedkv.triton_kernels.{stem}") for stem in STEMS}
 
 
 class Launch:
@@ -181,6 +183,11 @@ def write(dtype, pool, scale=None):
     return rows, rows, cache, cache, torch.zeros(64, dtype=torch.int64), scale, scale
 
 
+def split(table, lengths, starts):
+    batch = (table, lengths, starts, 3, 16, len(lengths), True)
+    return *shared_prefix._outputs(*batch), *batch
+
+
 def others(stem: str) -> list[tuple]:
     """Arguments of the launches of the other ops, in the variants that compile differently."""
     cache = torch.empty(8, 16, 8, 128, dtype=BF16)
@@ -204,11 +211,12 @@ def others(stem: str) -> list[tuple]:
             (torch.empty(4, dtype=torch.int64), table, lengths, None, 16),
         ],
         "merge_attention_states": [(out, lse, out, lse, out, lse)],
+        "shared_prefix": [split(table, lengths, None), split(table, lengths, starts)],
     }[stem]  # fmt: skip
 
 
 @pytest.mark.parametrize("capability", (80, 90, 100))
-@pytest.mark.parametrize("stem", [stem for stem in native.STEMS if stem != "paged_attention"])
+@pytest.mark.parametrize("stem", [stem for stem in STEMS if stem != "paged_attention"])
 def test_the_other_kernels_compile_without_spills(stem, capability, record, tmp_path):
     for arguments in others(stem):
         (launch,) = record(stem, *arguments)
@@ -246,10 +254,14 @@ def test_batch_contents_compile_nothing_anew(record):
         seen.setdefault("slots", set()).update(
             specialisations(record("compute_slot_mapping", mapped, table, lengths, starts, 16))
         )
+        batches = split(wide[:, 1 : size + 3], lengths, starts), split(wide[:, 1 : size + 3], lengths, None)
+        seen.setdefault("prefix", set()).update(
+            *(specialisations(record("shared_prefix", *arguments)) for arguments in batches)
+        )
         rows, cache = torch.empty(size, 8, 64, dtype=BF16), torch.empty(8, 16, 8, 64, dtype=BF16)
         writes = record("reshape_and_cache", rows, rows, cache, cache, mapped, None, None)
         seen.setdefault("write", set()).update(specialisations(writes))
     assert {kind: len(keys) for kind, keys in seen.items()} == {
-        "packed": 2, "decode": 1, "splits": 1, "slots": 1, "write": 1,
+        "packed": 2, "decode": 1, "splits": 1, "slots": 1, "write": 1, "prefix": 2,
     }  # fmt: skip
     assert seen["decode"] == seen["splits"]

@@ -32,7 +32,7 @@ from console import Progress
 from prompts import QUESTIONS, SYSTEM_PROMPT
 from server import Request, Server
 from smollm2 import Loaded, load
-from transformers_baseline import end_tokens_of, generate_batch, generate_one_by_one
+from transformers_baseline import Batched, end_tokens_of, generate_batch, generate_one_by_one
 
 from torch_pagedkv.integrations import transformers as paged
 
@@ -107,7 +107,8 @@ def main() -> int:
     print_summary(server, requests, seconds, screen)
     is_right = not args.check or check(model, requests, args.max_new_tokens, screen)
     if args.compare and requests:
-        compare(model, requests, (seconds, cpu_seconds), args, screen)
+        ours = Batched([r.generated for r in requests], seconds, cpu_seconds, waits_of(requests))
+        compare(model, [request.prompt for request in requests], ours, args, screen)
     return 0 if is_right else 1
 
 
@@ -170,18 +171,29 @@ def serve(
 
 def print_summary(server: Server, requests: list[Request], seconds: float, screen: Screen) -> None:
     counts, num_new = server.counts, sum(len(request.generated) for request in requests)
-    waits = sorted(request.first_token - request.arrived for request in requests) or [0.0]
+    waits = waits_of(requests) or [0.0]
     hits = counts.found_tokens / max(counts.prompt_tokens, 1)
     screen.finish(
         f"{len(requests)} requests, {num_new} new tokens in {counts.steps} steps and {seconds:.1f} s: "
         f"{num_new / seconds:.1f} tokens a second"
     )
     print(
-        f"time to first token: median {statistics.median(waits):.2f} s, longest {waits[-1]:.2f} s\n"
+        f"time to first token: median {statistics.median(waits):.2f} s, 95 % within {percentile_95(waits):.2f} s, "
+        f"longest {max(waits):.2f} s\n"
         f"prefix hits: {counts.found_tokens} of {counts.prompt_tokens} prompt tokens ({hits:.0%})\n"
         f"peak: {counts.peak_blocks} of {server.cache.num_blocks} blocks, {counts.most_running} requests at once; "
         f"preempted: {counts.swapped_out} swapped out, {counts.computed_again} computed again"
     )
+
+
+def waits_of(requests: list[Request]) -> list[float]:
+    """Return each request's time to first token: from its arrival, waiting for its turn included."""
+    return [request.first_token - request.arrived for request in requests]
+
+
+def percentile_95(waits: list[float]) -> float:
+    """Return the least wait that at least 95 % of all are within."""
+    return sorted(waits)[-(-95 * len(waits) // 100) - 1]
 
 
 def check(model: torch.nn.Module, requests: list[Request], max_new_tokens: int, screen: Screen) -> bool:
@@ -195,19 +207,25 @@ def check(model: torch.nn.Module, requests: list[Request], max_new_tokens: int, 
 
 
 def compare(
-    model: torch.nn.Module, requests: list[Request], taken: tuple, args: argparse.Namespace, screen: Screen
+    model: torch.nn.Module, prompts: list[list[int]], ours: Batched, args: argparse.Namespace, screen: Screen
 ) -> None:
     """Run transformers' continuous batching on the same prompts, with a pool of the same size."""
     screen.working("transformers' generate_batch")
     sizes = {"block_size": args.block_size, "num_blocks": args.num_blocks, "max_batch_tokens": args.max_tokens}
-    prompts, ours = [r.prompt for r in requests], [r.generated for r in requests]
-    theirs, *their_taken = generate_batch(model, prompts, args.max_new_tokens, **sizes)
-    screen.finish(f"{'':16}{'tokens':>8}{'seconds':>9}{'tokens/s':>10}{'CPU seconds':>13}")
-    for name, results, (seconds, cpu) in (("this server", ours, taken), ("generate_batch", theirs, their_taken)):
-        num_new = sum(map(len, results))
-        print(f"{name:16}{num_new:8d}{seconds:9.1f}{num_new / seconds:10.1f}{cpu:13.1f}")
-    same = sum(map(list.__eq__, ours, theirs))
-    print(f"generate_batch had all requests at its start; {same} of {len(ours)} have the same tokens")
+    theirs = generate_batch(model, prompts, args.max_new_tokens, **sizes)
+    columns = f"{'tokens':>8}{'seconds':>9}{'tokens/s':>10}{'CPU seconds':>13}{'first token, median':>21}{'95 %':>8}"
+    screen.finish(f"{'':16}{columns}")
+    for name, run in (("this server", ours), ("generate_batch", theirs)):
+        num_new = sum(map(len, run.tokens))
+        print(
+            f"{name:16}{num_new:8d}{run.seconds:9.1f}{num_new / run.seconds:10.1f}{run.cpu_seconds:13.1f}"
+            f"{statistics.median(run.waits):21.2f}{percentile_95(run.waits):8.2f}"
+        )
+    same = sum(map(list.__eq__, ours.tokens, theirs.tokens))
+    print(
+        "generate_batch had all requests at its start, as this server has with --every 0; "
+        f"{same} of {len(prompts)} have the same tokens"
+    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -25,10 +26,17 @@ def time_batch(model: torch.nn.Module, prompts: list[list[int]], max_new_tokens:
     return sum(map(len, results)), time.perf_counter() - start
 
 
-def generate_batch(
-    model: torch.nn.Module, prompts: list[list[int]], max_new_tokens: int, **sizes: int
-) -> tuple[list[list[int]], float, float]:
-    """Return greedy tokens by transformers' continuous batching, its seconds, and those of all CPUs."""
+class Batched(NamedTuple):
+    """What continuous batching made of the prompts, and what it took."""
+
+    tokens: list[list[int]]
+    seconds: float
+    cpu_seconds: float  # of all CPUs
+    waits: list[float]  # of each request, from its submission to its first token
+
+
+def generate_batch(model: torch.nn.Module, prompts: list[list[int]], max_new_tokens: int, **sizes: int) -> Batched:
+    """Generate greedily by transformers' continuous batching."""
     end_tokens = end_tokens_of(model)
     implementation = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
@@ -42,11 +50,16 @@ def generate_batch(
             pad_token_id=end_tokens[0] if end_tokens else 0,
         ),
         continuous_batching_config=transformers.ContinuousBatchingConfig(**sizes),
+        record_timestamps=True,
     )
-    taken = time.perf_counter() - start, time.process_time() - cpu_start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     model.set_attn_implementation(implementation)
-    by_number = sorted(outputs.items(), key=lambda item: int(item[0].rpartition("_")[2]))
-    return [_until_end(list(output.generated_tokens), end_tokens) for _, output in by_number], *taken
+    by_number = sorted(outputs, key=lambda name: int(name.rpartition("_")[2]))
+    requests = [outputs[name] for name in by_number]
+    tokens = [_until_end(list(request.generated_tokens), end_tokens) for request in requests]
+    # The clock of both stamps is time.perf_counter.
+    waits = [request.timestamps[0] - request.created_time for request in requests]
+    return Batched(tokens, seconds, cpu_seconds, waits)
 
 
 def end_tokens_of(model: torch.nn.Module) -> list[int]:

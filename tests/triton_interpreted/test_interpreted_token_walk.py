@@ -45,7 +45,7 @@ def test_the_kernel_loads_a_key_from_where_the_walk_says(block_size):
     for position, length in ((20, 21), (20, 700), (650, 651), (650, 700), (0, 1), (639, 700), (640, 700)):
         if length > len(row) * block_size:
             continue
-        walk = inspect.explain(row, block_size, position, layout="HND", length=length)
+        walk = inspect.explain(row, block_size, position, layout="HND", length=length, kernels="triton")
         tile, power = walk.tile, block_size & -block_size
         places = torch.zeros(tile.keys, dtype=torch.int64)
         _places_kernel[(1,)](
@@ -63,7 +63,7 @@ def test_the_kernel_gives_a_key_to_the_split_and_tile_of_the_walk(length):
     ranges = torch.zeros(num_splits, 3, dtype=torch.int32)
     _ranges_kernel[(1, num_splits)](ranges, length, num_splits, least, short.keys)
     for position in {0, length // 3, length // 2, max(0, length - 65), length - 1}:
-        tile = inspect.explain(table, 16, position, length=length).tile
+        tile = inspect.explain(table, 16, position, length=length, kernels="triton").tile
         first, stop, inner_to = ranges[tile.split].tolist()
         whole = position // short.keys
         assert first <= whole < stop

@@ -188,6 +188,7 @@ class PagedBatch:
         """Refill the tensors in place with the sequences of the next step, and pad the rest.
 
         Every element is written, so nothing of the step before survives; shapes and addresses stay.
+        On CUDA nothing is allocated on the device, and the host does not wait.
         The copies are ordered on the current stream: call it on the stream that replays the graph.
 
         Args:

@@ -32,7 +32,8 @@ class SwapSpace:
         cache: whose blocks are swapped.
         num_blocks: host blocks, 0 or more; their memory is taken at once.
         staging_blocks: blocks of each of two device buffers, for CUDA. A swap of more than two
-            buffers' blocks makes the current stream wait for a part of its own transfer.
+            buffers' blocks makes the current stream wait for a part of its own transfer: half of
+            what is swapped at once lets all of it run beside compute.
 
     Returns:
         ``nbytes`` is the size of the host memory, num_blocks and cache are attributes.
@@ -63,13 +64,10 @@ class SwapSpace:
         self.num_blocks = check_integer(owner, "num_blocks", num_blocks, 0)
         self._staging_blocks = check_integer(owner, "staging_blocks", staging_blocks, 1)
         self._stream = torch.cuda.Stream(cache.device) if cache.storage.is_cuda else None
-        shapes = [(pool.shape[1:], pool.dtype) for pool in self._pools()]
         with torch.inference_mode(False):
-            self._memory = [
-                torch.empty((self.num_blocks, *shape), dtype=dtype, device="cpu", pin_memory=self._stream is not None)
-                for shape, dtype in shapes
-            ]
-            buffers = [] if self._stream is None else [self._make_buffer(shapes) for _ in range(2)]
+            rows = (self.num_blocks, cache.bytes_per_block)
+            self._memory = torch.empty(rows, dtype=torch.uint8, device="cpu", pin_memory=self._stream is not None)
+            buffers = [] if self._stream is None else [self._make_buffer() for _ in range(2)]
         self._buffers = itertools.cycle(buffers)
 
     @property
@@ -88,24 +86,22 @@ class SwapSpace:
             TypeError: an id is not an integer.
             RuntimeError: called inside a CUDA graph capture.
         """
-        owner = "SwapSpace.swap_out"
-        for part in self._parts(owner, pairs, (self.cache.num_blocks, self.num_blocks)):
-            blocks, host_blocks = zip(*part)
-            if self._stream is None:
-                for pool, memory in zip(self._pools(), self._memory):
-                    memory.index_copy_(0, self._ids(host_blocks), pool.index_select(0, self._ids(blocks)))
-                continue
+        pairs = self._checked("SwapSpace.swap_out", pairs, (self.cache.num_blocks, self.num_blocks))
+        if self._stream is None:
+            _copy_rows(self._pools(), self._parts(self._memory), pairs)
+            return
+        pairs.sort(key=lambda pair: pair[1])  # host blocks in a row are one copy
+        current = torch.cuda.current_stream(self.cache.device)
+        for ids, host_blocks in self._steps([block for block, _ in pairs], [host_block for _, host_block in pairs]):
             buffer, is_idle = next(self._buffers)
-            current = torch.cuda.current_stream(self.cache.device)
             current.wait_event(is_idle)
-            ids = self._ids(blocks)
-            for pool, staging in zip(self._pools(), buffer):
-                torch.index_select(pool, 0, ids, out=staging[: len(part)])
+            for pool, staging in zip(self._pools(), self._parts(buffer)):
+                torch.index_select(pool, 0, ids, out=staging[: len(ids)])
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                for staging, memory in zip(buffer, self._memory):
-                    for row, host_block in enumerate(host_blocks):
-                        memory[host_block].copy_(staging[row], non_blocking=True)
+                for start, stop, host_block in _runs(host_blocks):
+                    target = self._memory[host_block : host_block + stop - start]
+                    target.copy_(buffer[start:stop], non_blocking=True)
                 is_idle.record()
 
     def swap_in(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -118,24 +114,22 @@ class SwapSpace:
             ValueError: an id is out of range or a block named twice; nothing was copied.
             TypeError, RuntimeError: as ``swap_out``.
         """
-        owner = "SwapSpace.swap_in"
-        for part in self._parts(owner, pairs, (self.num_blocks, self.cache.num_blocks)):
-            host_blocks, blocks = zip(*part)
-            if self._stream is None:
-                for pool, memory in zip(self._pools(), self._memory):
-                    pool.index_copy_(0, self._ids(blocks), memory.index_select(0, self._ids(host_blocks)))
-                continue
+        pairs = self._checked("SwapSpace.swap_in", pairs, (self.num_blocks, self.cache.num_blocks))
+        if self._stream is None:
+            _copy_rows(self._parts(self._memory), self._pools(), pairs)
+            return
+        pairs.sort()
+        current = torch.cuda.current_stream(self.cache.device)
+        for ids, host_blocks in self._steps([block for _, block in pairs], [host_block for host_block, _ in pairs]):
             buffer, is_idle = next(self._buffers)
-            current = torch.cuda.current_stream(self.cache.device)
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(is_idle)
-                for staging, memory in zip(buffer, self._memory):
-                    for row, host_block in enumerate(host_blocks):
-                        staging[row].copy_(memory[host_block], non_blocking=True)
+                for start, stop, host_block in _runs(host_blocks):
+                    source = self._memory[host_block : host_block + stop - start]
+                    buffer[start:stop].copy_(source, non_blocking=True)
             current.wait_stream(self._stream)
-            ids = self._ids(blocks)
-            for pool, staging in zip(self._pools(), buffer):
-                pool.index_copy_(0, ids, staging[: len(part)])
+            for pool, staging in zip(self._pools(), self._parts(buffer)):
+                pool.index_copy_(0, ids, staging[: len(ids)])
             is_idle.record(current)
 
     def _pools(self) -> list[torch.Tensor]:
@@ -147,12 +141,20 @@ class SwapSpace:
         sizes = [cache.block_size * cache.num_kv_heads * dim for dim in (cache.head_dim, cache.value_head_dim)]
         return [p.view(cache.num_layers, cache.num_blocks, size).transpose(0, 1) for p, size in zip(parts, sizes)]
 
-    def _make_buffer(self, shapes: list) -> tuple[list[torch.Tensor], torch.cuda.Event]:
-        device = self.cache.device
-        staging = [torch.empty((self._staging_blocks, *shape), dtype=d, device=device) for shape, d in shapes]
-        return staging, torch.cuda.Event()
+    def _parts(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of rows [n, bytes of a block] that have the shapes of the pools' blocks."""
+        parts, start = [], 0
+        for pool in self._pools():
+            stop = start + pool.shape[1:].numel() * pool.element_size()
+            parts.append(rows[:, start:stop].view(pool.dtype).unflatten(1, pool.shape[1:]))
+            start = stop
+        return parts
 
-    def _parts(self, owner: str, pairs: Iterable, limits: tuple[int, int]) -> Iterator[list[tuple[int, int]]]:
+    def _make_buffer(self) -> tuple[torch.Tensor, torch.cuda.Event]:
+        rows = (self._staging_blocks, self.cache.bytes_per_block)
+        return torch.empty(rows, dtype=torch.uint8, device=self.cache.device), torch.cuda.Event()
+
+    def _checked(self, owner: str, pairs: Iterable, limits: tuple[int, int]) -> list[tuple[int, int]]:
         pairs = check_pairs(owner, pairs, limits)
         destinations = [destination for _, destination in pairs]
         if len(set(destinations)) < len(destinations):
@@ -160,9 +162,30 @@ class SwapSpace:
             raise ValueError(f"{owner}: pairs must name a destination once, got {twice} more often")
         if self._stream is not None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{owner}: must be called outside of a CUDA graph capture, got a call inside one")
-        size = len(pairs) if self._stream is None else self._staging_blocks
-        return (pairs[i : i + size] for i in range(0, len(pairs), size or 1))
+        return list(pairs)
 
-    def _ids(self, blocks: tuple[int, ...]) -> torch.Tensor:
-        ids = torch.tensor(blocks, dtype=torch.int64, device="cpu", pin_memory=self._stream is not None)
-        return ids.to(self.cache.device, non_blocking=True)
+    def _steps(self, blocks: list[int], host_blocks: list[int]) -> Iterator[tuple[torch.Tensor, list[int]]]:
+        """Cut a swap into buffers' worth: the ids of blocks, on the device, and the host blocks."""
+        if not blocks:
+            return
+        size = self._staging_blocks
+        ids = torch.tensor(blocks, dtype=torch.int64, device="cpu", pin_memory=True)
+        ids = ids.to(self.cache.device, non_blocking=True)
+        for start, part in zip(range(0, len(blocks), size), ids.split(size)):
+            yield part, host_blocks[start : start + size]
+
+
+def _runs(host_blocks: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Cut rows where host blocks are not in a row: (first row, row behind the last, host block of the first)."""
+    start = 0
+    for row in range(1, len(host_blocks) + 1):
+        if row == len(host_blocks) or host_blocks[row] != host_blocks[row - 1] + 1:
+            yield start, row, host_blocks[start]
+            start = row
+
+
+def _copy_rows(sources: list[torch.Tensor], targets: list[torch.Tensor], pairs: list[tuple[int, int]]) -> None:
+    """Copy rows of each source into its target: a block is large, and an index op would go element by element."""
+    for source, target in zip(sources, targets):
+        for row, target_row in pairs:
+            target[target_row].copy_(source[row])

@@ -26,6 +26,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     walk.add_argument("--head-dim", type=int, default=64)
     walk.add_argument("--dtype", default="bfloat16", help=", ".join(_DTYPES))
     walk.add_argument("--length", type=int, help="tokens when it is read; default: position + 1")
+    walk.add_argument("--token", type=int, help="its row in the call that writes it; default: position")
+    walk.add_argument("--kernels", default="cuda", help="cuda (CUDA C++, where they were built) or triton")
     walk.set_defaults(run=_print_walk)
 
     softmax = commands.add_parser("softmax", help="show the online softmax, tile by tile")

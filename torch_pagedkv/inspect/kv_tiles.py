@@ -1,4 +1,4 @@
-"""Which KV tile of the read kernel loads a key in a decode step, and from where.
+"""Which KV tile of the Triton read kernel loads a key in a decode step, and from where.
 
 It follows the kernel's own steps (splits, tiles, granules, table entries) and never looks at a slot.
 """
@@ -28,11 +28,27 @@ class KVTile:
     offset: int  # of the key in its block
     length: int
     prefill_keys: int  # positions in a tile of a long query
+    position: int
+    why: str = ""  # these steps and not CUDA C++'s, where those were asked for
 
     def element(self, block_table: Sequence[int], strides: Sequence[int], head: int, feature: int) -> int:
         """Return where the kernel loads a feature of the key from, in elements of the pool."""
         block, token, of_head = strides
         return int(block_table[self.column]) * block + self.offset * token + head * of_head + feature
+
+    def lines(self, block_table: Sequence[int]) -> list[str]:
+        """Say who reads the key."""
+        kind = "whole" if self.is_whole else "at the edge, not filled by the sequence"
+        pieces = f"{self.granule} keys share a look" if self.granule > 1 else "each key has its own look"
+        why = f" ({self.why})" if self.why else ""
+        return [
+            f"read by paged_attention on CUDA, in Triton{why}, compute capability 9.0, one query after "
+            f"{self.length} tokens",
+            f"  split {self.split} of {self.num_splits}, KV tile {self.index} of {self.keys} keys, "
+            f"row {self.row}: {kind}",
+            f"  {pieces} into the table: block_table[{self.column}] = {block_table[self.column]}, offset {self.offset}",
+            f"  in a prefill: KV tile {self.position // self.prefill_keys} of {self.prefill_keys} keys",
+        ]
 
 
 def tile_of_read(
@@ -66,5 +82,5 @@ def tile_of_read(
     return KVTile(
         index=position // keys, keys=keys, row=position % keys, is_whole=is_whole, split=split,
         num_splits=parts, granule=granule, column=column, offset=offset + position % granule,
-        length=length, prefill_keys=long.keys,
+        length=length, prefill_keys=long.keys, position=position,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which lane of the write kernel moves which elements of a token's row.
+"""Which lane of the Triton write kernel moves which elements of a token's row.
 
 The kernel's own module says what a program moves at once; how its elements are dealt to threads is the
 choice of Triton's compiler, by a rule that is restated here and compared with compiled kernels in the tests.
@@ -38,6 +38,15 @@ class RowLanes:
         """Return the elements that the same thread moves in one piece with this one."""
         first = element // self.pack * self.pack
         return range(first, min(first + self.pack, self.elements))
+
+    def heading(self, itemsize: int) -> list[str]:
+        """Say how programs and their elements are dealt."""
+        return [
+            "written by reshape_and_cache on CUDA, in Triton: program (i, 0) stores the key of new token i, "
+            "(i, 1) its value",
+            f"  {self.elements} elements in tiles of {self.tile}; {self.warps} x 32 lanes, "
+            f"of which each moves {self.pack} elements at a time ({self.pack * itemsize} bytes)",
+        ]
 
 
 def lanes_of_write(source: torch.Tensor, cache: torch.Tensor) -> RowLanes:

@@ -10,6 +10,13 @@ import torch
 
 from torch_pagedkv.cache.addressing import Location, locate_for
 from torch_pagedkv.cache.argument_checks import check_integer, check_integers
+from torch_pagedkv.inspect.cuda_kernels import (
+    CudaKVTile,
+    CudaRowLanes,
+    lanes_of_cuda_write,
+    tile_of_cuda_read,
+    why_cuda_decode_refuses,
+)
 from torch_pagedkv.inspect.kv_tiles import KVTile, tile_of_read
 from torch_pagedkv.inspect.row_lanes import RowLanes, lanes_of_write
 from torch_pagedkv.ops.argument_checks import FP8_DTYPES, INT64_MAX, MAX_HEAD_DIM, POOL_DTYPES, name_dtypes
@@ -52,8 +59,8 @@ class TokenWalk:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    lanes: RowLanes
-    tile: KVTile
+    lanes: CudaRowLanes | RowLanes
+    tile: CudaKVTile | KVTile
 
     def written_element(self, head: int, feature: int, layout: str | None = None) -> int:
         """Return where the write puts a feature, in elements from the pool's start: by the slot."""
@@ -118,13 +125,9 @@ class TokenWalk:
         return lines
 
     def _write(self) -> list[str]:
-        lanes, width = self.lanes, self.dtype.itemsize
+        lanes = self.lanes
         layout = next(iter(self.layouts))
-        lines = [
-            "written by reshape_and_cache on CUDA: program (i, 0) stores the key of new token i, (i, 1) its value",
-            f"  {lanes.elements} elements in tiles of {lanes.tile}; {lanes.warps} x 32 lanes, "
-            f"of which each moves {lanes.pack} elements at a time ({lanes.pack * width} bytes)",
-        ]
+        lines = lanes.heading(self.dtype.itemsize)
         packs = [lanes.pack_of(element) for element in range(0, lanes.elements, lanes.pack)]
         shown = packs if len(packs) <= _SHOWN_LANES else [*packs[:2], None, packs[-1]]
         for pack in shown:
@@ -145,9 +148,6 @@ class TokenWalk:
         )
 
     def _read(self) -> list[str]:
-        tile = self.tile
-        kind = "whole" if tile.is_whole else "at the edge, not filled by the sequence"
-        pieces = f"{tile.granule} keys share a look" if tile.granule > 1 else "each key has its own look"
         last = self.num_kv_heads - 1, self.head_dim - 1
         written, read = self.written_element(*last), self.read_element(*last)
         verdict = (
@@ -156,12 +156,7 @@ class TokenWalk:
             else "WRITE AND READ DO NOT MEET"
         )
         return [
-            f"read by paged_attention on CUDA (compute capability 9.0), one query after {tile.length} tokens",
-            f"  split {tile.split} of {tile.num_splits}, KV tile {tile.index} of {tile.keys} keys, "
-            f"row {tile.row}: {kind}",
-            f"  {pieces} into the table: block_table[{tile.column}] = {self.block_table[tile.column]}, "
-            f"offset {tile.offset}",
-            f"  in a prefill: KV tile {self.position // tile.prefill_keys} of {tile.prefill_keys} keys",
+            *self.tile.lines(self.block_table),
             f"  last feature: element {read}, where the write put it: element {written}",
             verdict,
         ]
@@ -179,13 +174,16 @@ def explain(
     head_dim: int = 64,
     dtype: torch.dtype = torch.bfloat16,
     length: int | None = None,
+    token: int | None = None,
+    kernels: str = "cuda",
 ) -> TokenWalk:
     """Follow one token to its bytes, as the write finds them and as the read finds them.
 
     The write goes by the slot, ``block_table[position // block_size] * block_size + position %
     block_size``; the read goes by KV tiles and the block table and knows no slot. Both ways are
-    computed on their own, for every feature of the key, and compared. Lanes and tiles are those of
-    the Triton kernels on compute capability 9.0; nothing is run and no device is needed.
+    computed on their own, for every feature of the key, and compared. Threads, lanes and tiles are
+    those of the CUDA C++ kernels, which serve a GPU where they were built, or those of the Triton
+    kernels on compute capability 9.0; nothing is run and no device is needed.
 
     Args:
         block_table: the physical block of each logical block of the sequence: a list, a tuple or a
@@ -201,6 +199,10 @@ def explain(
         dtype: of the pool: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2 (new keys are
             then bfloat16).
         length: tokens of the sequence when it is read; None: position + 1.
+        token: the row of the token in the call that writes it; None: position, as in a prompt that is
+            written whole. It decides which threads of a CTA of the CUDA C++ kernel have it.
+        kernels: "cuda" or "triton"; ``python -m torch_pagedkv info`` says which serve a GPU. A decode
+            step that CUDA C++ does not take is told as Triton's in either case.
 
     Returns:
         A TokenWalk. ``print`` shows the walk, ``meets`` says whether both ways end at one address.
@@ -236,6 +238,9 @@ def explain(
     length = check_integer(_OWNER, "length", position + 1 if length is None else length)
     if not position < length <= limit:
         raise ValueError(f"{_OWNER}: length must be in [{position + 1}, {limit}], got {length}")
+    token = check_integer(_OWNER, "token", position if token is None else token, 0)
+    if kernels not in ("cuda", "triton"):
+        raise ValueError(f"{_OWNER}: kernels must be 'cuda' or 'triton', got {kernels!r}")
     layouts = _layouts(layout, strides, (block_size, num_kv_heads, head_dim))
     own_strides = next(iter(layouts.values()))
     if sum(size * stride for size, stride in zip((1, block_size, num_kv_heads), own_strides)) >= INT64_MAX // 16:
@@ -247,7 +252,13 @@ def explain(
     tile = tile_of_read(
         position, length, len(table), block_size, num_heads, head_dim, num_kv_heads, source_dtype, dtype
     )
-    lanes = lanes_of_write(source, cache)
+    if kernels == "triton":
+        lanes = lanes_of_write(source, cache)
+    else:
+        lanes = lanes_of_cuda_write(source, cache, token)
+        why = why_cuda_decode_refuses(cache, source_dtype)
+        prefill_keys = tile.prefill_keys
+        tile = dataclasses.replace(tile, why=why) if why else tile_of_cuda_read(position, length, cache, prefill_keys)
     return TokenWalk(table, block_size, position, place, layouts, num_kv_heads, head_dim, dtype, lanes, tile)
 
 

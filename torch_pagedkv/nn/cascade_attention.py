@@ -13,10 +13,15 @@ from torch_pagedkv.ops.argument_checks import (
     check_size,
     check_tensors,
 )
+from torch_pagedkv.ops.kernel_choice import CUDA_ROWS
 from torch_pagedkv.ops.merge_attention_states import merge_attention_states
 from torch_pagedkv.ops.paged_attention import paged_attention
+from torch_pagedkv.ops.shared_prefix import split_shared_prefix_op
 
 _OWNER = "cascade_attention"
+_ROWS_OF_PROGRAM = 128  # query rows of a KV head that a kernel for long queries takes at once
+_PROGRAMS = 128  # about as many as a large GPU has multiprocessors, each of which runs one of these
+_LEAST_KEYS = 128  # of a part: a tile of those kernels
 
 
 def cascade_attention(
@@ -97,24 +102,39 @@ def cascade_attention(
         out, lse = paged_attention(*batch, causal=causal, sinks=sinks, **options)
         return (out, lse) if return_lse else out
 
-    prefix_len = num_prefix_blocks * key_cache.shape[1]
-    leader, any_shares, shares = _who_shares(
-        block_table, seqused_k, cu_seqlens_q, num_prefix_blocks, prefix_len, causal
+    prefix_table, prefix_length, prefix_range, rest_table, rest_lengths, shares = split_shared_prefix_op(
+        block_table, seqused_k, cu_seqlens_q, num_prefix_blocks, key_cache.shape[1], num_tokens, causal
     )
-    rest_table, rest_lengths = _without_prefix(block_table, seqused_k, shares, num_prefix_blocks, prefix_len)
     rest_out, rest_lse = paged_attention(
         query, key_cache, value_cache, rest_table, rest_lengths, cu_seqlens_q, causal=causal, sinks=sinks, **options
     )
-    # Made by kernels, not copied from the host: a CUDA graph can be captured around this.
-    one_range = torch.arange(2, device=query.device, dtype=torch.int32) * num_tokens
-    one_length = any_shares.to(seqused_k.dtype).view(1) * prefix_len
+    if num_splits == 0:
+        options["num_splits"] = _splits_of_prefix(query, key_cache, num_prefix_blocks)
     prefix_out, prefix_lse = paged_attention(
-        query, key_cache, value_cache, leader[:, :num_prefix_blocks], one_length, one_range, causal=False, **options
+        query, key_cache, value_cache, prefix_table, prefix_length, prefix_range, causal=False, **options
     )
     sees_prefix = _of_rows(shares, cu_seqlens_q, num_tokens)
-    prefix_lse = prefix_lse.masked_fill(~sees_prefix, -torch.inf)  # an empty part is never read into the result
+    prefix_lse = torch.where(sees_prefix, prefix_lse, -torch.inf)  # an empty part is never read into the result
     out, lse = merge_attention_states(prefix_out, prefix_lse, rest_out, rest_lse)
     return (out, lse) if return_lse else out
+
+
+def _splits_of_prefix(query: torch.Tensor, key_cache: torch.Tensor, num_prefix_blocks: int) -> int:
+    """Return how many parts to cut the prefix into, 0: the kernel chooses.
+
+    All queries are one sequence, so a kernel that cuts sequences to fill the device has few to cut: it
+    would count with as many more as there are tokens.
+    """
+    if not query.is_cuda:
+        return 0
+    rows = query.shape[0] * query.shape[1] // key_cache.shape[2]
+    if rows <= CUDA_ROWS:
+        return 0  # a decode kernel, which shares out tiles evenly
+    programs = -(-rows // _ROWS_OF_PROGRAM) * key_cache.shape[2]
+    splits = 1  # a power of two: another number of tokens seldom compiles a graph anew
+    while splits * programs * 2 <= _PROGRAMS and splits * _LEAST_KEYS * 2 <= num_prefix_blocks * key_cache.shape[1]:
+        splits *= 2
+    return splits
 
 
 def _check(
@@ -142,29 +162,6 @@ def _check(
         raise ValueError(
             f"{_OWNER}: alibi_slopes must be None, because all rows read the prefix as from one position, got a tensor"
         )
-
-
-def _who_shares(block_table, seqused_k, cu_seqlens_q, num_prefix_blocks, prefix_len, causal):
-    """(the table of the sequence whose prefix is taken, whether there is one, which sequences have it)."""
-    query_lens = 1 if cu_seqlens_q is None else cu_seqlens_q.diff()
-    # A sequence's first query sees the fewest keys: the whole prefix, or the sequence goes without.
-    seen = seqused_k - query_lens + 1 if causal else seqused_k
-    sees_all = seen >= prefix_len
-    if cu_seqlens_q is not None:
-        sees_all = sees_all & (query_lens > 0)
-    leader = block_table.index_select(0, sees_all.int().argmax(0, keepdim=True))
-    is_same = (block_table[:, :num_prefix_blocks] == leader[:, :num_prefix_blocks]).all(1)
-    return leader, sees_all.any(), sees_all & is_same
-
-
-def _without_prefix(block_table, seqused_k, shares, num_prefix_blocks, prefix_len):
-    """Tables and lengths of what the sequences that share have after the prefix, and of all of the others."""
-    max_blocks = block_table.shape[1]
-    column = torch.arange(max_blocks, device=block_table.device) + shares[:, None] * num_prefix_blocks
-    table = block_table.gather(1, column.clamp(max=max_blocks - 1))
-    # Past the end there is no block: a length past the table is refused, or hidden, as ever.
-    table = table.masked_fill(column >= max_blocks, -1)
-    return table, seqused_k - shares.to(seqused_k.dtype) * prefix_len
 
 
 def _of_rows(shares, cu_seqlens_q, num_tokens):
