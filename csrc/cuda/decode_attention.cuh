@@ -251,7 +251,7 @@ __device__ inline void write_padding(const DecodeProblem& problem) {
 template <int TILE, int THREADS>
 __device__ inline Walk<TILE> way_of_warp(const DecodeProblem& problem) {
   __shared__ TileSums<TILE, THREADS> sums;
-  const int64_t number = (static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x) / 32;
+  const int64_t number = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
   if (problem.parts > 0) {  // a warp for each part; those of the items of a sequence are neighbours
     const int64_t items = problem.items_of_sequence(), before = number / items;
     const int64_t sequence = before / problem.parts;

@@ -79,11 +79,13 @@ struct DecodeProblem {
 // The kernels of one pool dtype and one width of heads; what a grid is made from.
 struct DecodeVariant {
   int tile;          // positions that a warp takes at a time
-  int warps;         // of a CTA, each with tiles of its own
+  int warps;         // of a CTA at most, each with tiles of its own
   int ctas;          // of a multiprocessor
-  int shared_bytes;  // of a CTA
-  cudaError_t (*request_memory)(int32_t device);  // before the first launch on it
-  cudaError_t (*attend)(const DecodeProblem& problem, int64_t ctas, cudaStream_t stream);
+  int warp_bytes;    // of shared memory, of each warp
+  int cta_bytes;     // of shared memory besides
+  cudaError_t (*request_memory)(int32_t device, int warps);  // before the first launch on it
+  cudaError_t (*attend)(
+      const DecodeProblem& problem, int64_t ctas, int warps, cudaStream_t stream);
   cudaError_t (*merge)(
       const DecodeProblem& problem, int64_t items, bool overlaps, cudaStream_t stream);
 };

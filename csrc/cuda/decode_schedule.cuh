@@ -94,7 +94,7 @@ struct Place {
   int64_t before;  // tiles before it, of all groups
 };
 
-// The tiles of all sequences, summed up by a CTA, in shared memory.
+// The tiles of all sequences, summed up by a CTA of up to so many threads, in shared memory.
 template <int TILE, int THREADS>
 struct TileSums {
   int64_t before[THREADS];  // tiles of one item, before each thread's run of sequences
@@ -102,7 +102,7 @@ struct TileSums {
   int64_t of_warps[THREADS / 32];
 
   __device__ static int run(const DecodeProblem& problem) {
-    return (problem.num_sequences + THREADS - 1) / THREADS;
+    return (problem.num_sequences + static_cast<int>(blockDim.x) - 1) / static_cast<int>(blockDim.x);
   }
 
   // Called by the whole CTA.
@@ -126,7 +126,7 @@ struct TileSums {
 #pragma unroll
     for (int other = 0; other < THREADS / 32; ++other) {
       if (other < warp) of_warps_before += of_warps[other];
-      of_all += of_warps[other];
+      if (other < blockDim.x / 32) of_all += of_warps[other];
     }
     before[threadIdx.x] = of_warps_before + up_to - own;
     if (threadIdx.x == 0) total = of_all;
@@ -139,7 +139,9 @@ struct TileSums {
     int runs = 0;  // that start at or before the tile: it is in the last of them
 #pragma unroll
     for (int first = 0; first < THREADS; first += 32) {
-      runs += __popc(__ballot_sync(0xFFFFFFFF, before[first + lane] * problem.groups <= tile));
+      const bool is_run = first + lane < static_cast<int>(blockDim.x);
+      const bool starts = is_run && before[first + lane] * problem.groups <= tile;
+      runs += __popc(__ballot_sync(0xFFFFFFFF, starts));
     }
     Place place{(runs - 1) * run(problem), before[runs - 1] * problem.groups};
     while (true) {

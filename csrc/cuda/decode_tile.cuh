@@ -219,13 +219,12 @@ struct DecodeTile {
   static constexpr int kColumns = ROWS / 8;  // tiles of 8 query rows
   static constexpr int kKeys = KEYS;
   static constexpr int kStages = STAGES;
-  static constexpr int kWarps = WARPS;  // of a CTA, each with tiles of its own
+  static constexpr int kWarps = WARPS;  // of a CTA at most, each with tiles of its own
   static constexpr int kThreads = 32 * WARPS;
   static constexpr int kCtas = CTAS;  // of a multiprocessor
   static constexpr int kRowBytes = DIM * POOL::kElementBytes;
   static constexpr int kStageBytes = 2 * KEYS * kRowBytes;  // keys, then values
   static constexpr int kWarpBytes = STAGES * kStageBytes;
-  static constexpr int kSharedBytes = kWarps * kWarpBytes;
   static_assert(ROWS == 8 || ROWS == 16);
   static_assert(KEYS == 16 || KEYS == 32);
   // The results of 8 rows at a time take the memory of the stage that the warp read last.

@@ -10,9 +10,10 @@
 namespace torch_pagedkv {
 
 template <class TILE>
-cudaError_t launch_attend(const DecodeProblem& problem, int64_t ctas, cudaStream_t stream) {
-  decode_attention<TILE>
-      <<<static_cast<unsigned>(ctas), TILE::kThreads, TILE::kSharedBytes, stream>>>(problem);
+cudaError_t launch_attend(
+    const DecodeProblem& problem, int64_t ctas, int warps, cudaStream_t stream) {
+  decode_attention<TILE><<<static_cast<unsigned>(ctas), 32 * warps, warps * TILE::kWarpBytes, stream>>>(
+      problem);
   return cudaGetLastError();
 }
 
@@ -26,25 +27,26 @@ cudaError_t launch_merge(
 
 // More shared memory than 48 KiB is granted on request, on each device.
 template <class TILE>
-cudaError_t request_memory(int32_t device) {
+cudaError_t request_memory(int32_t device, int warps) {
   static std::atomic<uint64_t> granted{0};
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if (granted.load(std::memory_order_relaxed) & bit) return cudaSuccess;
   const cudaError_t status = cudaFuncSetAttribute(
-      decode_attention<TILE>, cudaFuncAttributeMaxDynamicSharedMemorySize, TILE::kSharedBytes);
+      decode_attention<TILE>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+      warps * TILE::kWarpBytes);
   if (status == cudaSuccess) granted.fetch_or(bit, std::memory_order_relaxed);
   return status;
 }
 
 template <class TILE>
 inline constexpr DecodeVariant kDecodeVariant{
-    TILE::kKeys, TILE::kWarps, TILE::kCtas,
-    TILE::kSharedBytes + TILE::kWarps * static_cast<int>(sizeof(typename WarpReader<TILE>::Shared)) +
+    TILE::kKeys, TILE::kWarps, TILE::kCtas, TILE::kWarpBytes,
+    TILE::kWarps * static_cast<int>(sizeof(typename WarpReader<TILE>::Shared)) +
         static_cast<int>(sizeof(TileSums<TILE::kKeys, TILE::kThreads>)) + 1024,
     &request_memory<TILE>, &launch_attend<TILE>, &launch_merge<TILE>};
 
 // As many warps and stages as registers and about 200 KiB of a multiprocessor's memory allow; two thirds
-// of it are in flight.
+// of it are in flight. A GPU with less memory runs fewer warps.
 template <class POOL, int ROWS>
 const DecodeVariant& decode_variant_of_rows(int dim) {
   if constexpr (POOL::kIsFp8) {

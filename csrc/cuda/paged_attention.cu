@@ -56,6 +56,12 @@ bool has_aligned_rows(const Tensor& cache) {
   return is_aligned;
 }
 
+// As many warps of a CTA as the device's shared memory holds.
+int warps_on(int32_t device, const DecodeVariant& variant) {
+  const int bytes = device_attribute(kOp, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return std::min(variant.warps, std::max(0, bytes - variant.cta_bytes) / variant.warp_bytes);
+}
+
 // Whether these kernels take a call, as far as its sequences are short enough: the one place that
 // says so. It depends on nothing that differs between the batches of a model.
 bool takes(
@@ -73,8 +79,7 @@ bool takes(
   if (block_table.size(1) > kMostCount / key_cache.size(1)) return false;
   const int32_t device = key_cache.get_device_index();
   return device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 8 &&
-         device_attribute(kOp, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) >=
-             variant_of(key_cache, value_cache, kRows).shared_bytes;
+         warps_on(device, variant_of(key_cache, value_cache, kRows)) > 0;
 }
 
 bool paged_attention_takes(
@@ -109,13 +114,15 @@ void form_teams(DecodeProblem& problem) {
 }
 
 // Teams of warps that share out the tiles, and the slots of their partial results.
-void share_out(DecodeProblem& problem, const DecodeVariant& variant, int32_t device) {
+void share_out(
+    DecodeProblem& problem, const DecodeVariant& variant, int warps, int32_t device) {
   const int64_t groups = static_cast<int64_t>(problem.num_sequences) * problem.groups;
   const int64_t rows = static_cast<int64_t>(problem.num_tokens) * problem.num_heads;
   const int64_t most_tiles = tiles_of_longest(problem, variant);
   const int64_t multiprocessors =
       device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
-  const int64_t resident = variant.warps * variant.ctas * multiprocessors / problem.team;
+  const int64_t resident =
+      std::max<int64_t>(1, warps * variant.ctas * multiprocessors / problem.team);
   const int64_t most_pairs = kMostSplits * rows / problem.rows_of_slot / problem.team;
   const int64_t most_shares = (groups * most_tiles + problem.least_tiles - 1) / problem.least_tiles;
   int64_t teams = std::min(resident, most_shares);
@@ -135,9 +142,10 @@ void launch(DecodeProblem problem, const DecodeVariant& variant, const Tensor& l
   problem.least_tiles = std::max(1, kLeastPositionsOfPart / variant.tile);
   problem.merged_rows = 1;
   form_teams(problem);
+  const int warps_of_cta = warps_on(device, variant);
   int64_t warps;
   if (num_splits == 0) {
-    share_out(problem, variant, device);
+    share_out(problem, variant, warps_of_cta, device);
     warps = static_cast<int64_t>(problem.teams) * problem.team;
   } else {
     const int64_t most_tiles = tiles_of_longest(problem, variant);
@@ -147,7 +155,7 @@ void launch(DecodeProblem problem, const DecodeVariant& variant, const Tensor& l
     problem.partial_rows = parts == 1 ? 0 : items * parts * problem.rows_of_slot;
     warps = std::max<int64_t>(1, items * parts);
   }
-  const int64_t ctas = (warps + variant.warps - 1) / variant.warps;
+  const int64_t ctas = (warps + warps_of_cta - 1) / warps_of_cta;
   if (ctas > INT32_MAX || items > INT32_MAX) {
     const std::string actual = std::to_string(num_splits);
     refuse(kOp, "num_splits", actual, "give less than 2**31 parts of all sequences and heads");
@@ -166,8 +174,8 @@ void launch(DecodeProblem problem, const DecodeVariant& variant, const Tensor& l
     }
   }
   const cudaStream_t stream = current_stream(device);
-  check_cuda(kOp, variant.request_memory(device));
-  check_cuda(kOp, variant.attend(problem, ctas, stream));
+  check_cuda(kOp, variant.request_memory(device, warps_of_cta));
+  check_cuda(kOp, variant.attend(problem, ctas, warps_of_cta, stream));
   if (problem.partial_rows == 0 || items == 0) return;
   const bool overlaps = device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 9;
   check_cuda(kOp, variant.merge(problem, items, overlaps, stream));
