@@ -26,15 +26,16 @@ def constant(name: str, text: str) -> int:
 
 
 def test_constants_are_those_of_the_sources():
-    write, problem = source("reshape_and_cache.cu"), source("decode_problem.h")
+    write, read, problem = (source(name) for name in ("reshape_and_cache.cu", "paged_attention.cu", "decode_problem.h"))
     assert constant("kThreads", write) == cuda_kernels.WRITE_THREADS
     assert constant("kLongestSearch", write) == cuda_kernels.SEARCHED_TOKENS
-    assert constant("kWarps", problem) == cuda_kernels.WARPS_OF_DECODE
+    assert constant("kRows", problem) == cuda_kernels.QUERY_ROWS
+    assert constant("kMostOfTeam", read) == cuda_kernels.MOST_OF_TEAM
     assert constant("kMostDecodeDim", problem) == cuda_kernels.WIDEST_HEAD
     for_fp8, for_floats = source("decode_variant.cuh").partition("kIsFp8")[2].split("else", 1)
     for is_fp8, text in ((True, for_fp8), (False, for_floats)):
-        tiles = re.findall(r"DecodeTile<POOL, (\d+), (\d+),", text)
-        assert {int(dim): int(keys) for dim, keys in tiles} == cuda_kernels.KEYS_OF_WARP[is_fp8]
+        tiles = re.findall(r"DecodeTile<POOL, (\d+), ROWS, (\d+),", text)
+        assert {int(dim): int(keys) for dim, keys in tiles} == cuda_kernels.KEYS_OF_TILE[is_fp8]
 
 
 @pytest.mark.parametrize(
@@ -52,15 +53,28 @@ def test_constants_are_those_of_the_sources():
         ("reshape_and_cache.cu", "head = pack / side->packs_of_head, part = pack % side->packs_of_head;"),
         ("reshape_and_cache.cu", "write.tokens > 1 && write.tokens <= kLongestSearch) { write_tokens<Move, 1, true>"),
         ("reshape_and_cache.cu", "is_one_head = source.heads == 1 || (adjoin && scales.is_one_for_all());"),
+        ("reshape_and_cache.cu", "if constexpr (sizeof(Source) == 2) { if (takes_packs_of(16))"),
         ("reshape_and_cache.cu", "constexpr int kElements = 16 / sizeof(Source);"),
-        ("decode_tile.cuh", "kTile = 4 * KEYS;"),
-        ("decode_fragments.cuh", "kPacks = TILE::kRowBytes / 16;"),
-        ("decode_fragments.cuh", "position = start + static_cast<int>(threadIdx.x) % TILE::kKeys;"),
-        ("decode_fragments.cuh", "byte = lane % kPacks * 16;"),
-        ("decode_fragments.cuh", "row = (pass * 32 + lane) / kPacks;"),
-        ("decode_attention.cuh", "((sequence.first_tile + segment.first + index) * kWarps + warp) * kKeys;"),
+        ("decode_tile.cuh", "kRowBytes = DIM * POOL::kElementBytes;"),
+        ("decode_schedule.cuh", "first_tile = sequence.lowest / TILE;"),
+        ("decode_schedule.cuh", "item = group * problem.team + member;"),
+        ("decode_attention.cuh", "problem, team, static_cast<int>(number - team * problem.team), place, first,"),
+        ("decode_loader.cuh", "kPacks = TILE::kRowBytes / 16;"),
+        ("decode_loader.cuh", "tile = walk_.sequence.first_tile + segment_.first + index_++;"),
+        ("decode_loader.cuh", "position = tile * TILE::kKeys + static_cast<int>(threadIdx.x) % TILE::kKeys;"),
+        ("decode_loader.cuh", "kv_head = segment_.item / problem_.head_tiles;"),
+        ("decode_loader.cuh", "byte_(static_cast<int>(threadIdx.x) % kPacks * 16),"),
+        ("decode_loader.cuh", "kRowsOfPass = 32 / kPacks; const int lane = threadIdx.x % 32, row = lane / kPacks;"),
+        ("decode_loader.cuh", "swizzled<TILE::kRowBytes>(pass * kRowsOfPass + row, byte_);"),
+        ("decode_loader.cuh", "row = (pass * 32 + static_cast<int>(threadIdx.x) % 32) / kPacks;"),
+        ("decode_schedule.cuh", "max( quotient(total + problem.teams - 1, problem.teams), static_cast<int64_t>("),
+        ("paged_attention.cu", "constexpr int kLeastPositionsOfPart = 128;"),
+        ("paged_attention.cu", "least_tiles = std::max(1, kLeastPositionsOfPart / variant.tile);"),
         ("paged_attention.cu", "if (query.scalar_type() == ScalarType::Float) return false;"),
-        ("paged_attention.cu", "is_aligned = is_aligned && cache.size(3) * element % 16 == 0;"),
+        ("paged_attention.cu", "cache.size(3) * element % 16 == 0 && cache.size(3) <= kMostDecodeDim;"),
+        ("paged_attention.cu", "(cache.size(dim) == 1 || cache.stride(dim) * element % 16 == 0);"),
+        ("paged_attention.cu", "head_tiles = (problem.group + kRows - 1) / kRows;"),
+        ("paged_attention.cu", "problem.team = std::min(items, kMostOfTeam); while (items % problem.team != 0) --"),
     ],
 )
 def test_steps_are_those_of_the_sources(name, step):
@@ -81,7 +95,9 @@ PACKS = [
     (BF16, BF16, 1, 63, "NHD", (1, 126, 2)),
     (FP16, FP16, 12, 128, "NHD", (8, 192, 1)),
     (FP32, FP32, 4, 64, "NHD", (4, 128, 2)),
-    (BF16, E4M3, 8, 128, "NHD", (8, 256, 1)),
+    (BF16, E4M3, 8, 128, "NHD", (16, 128, 2)),
+    (BF16, E4M3, 3, 40, "HND", (8, 30, 8)),
+    (FP16, E5M2, 2, 8, "NHD", (16, 2, 128)),
     (BF16, E4M3, 3, 20, "HND", (1, 120, 2)),
     (FP32, E5M2, 8, 128, "NHD", (4, 256, 1)),
     (E4M3, E4M3, 8, 128, "HND", (16, 128, 2)),
@@ -118,17 +134,56 @@ def test_tokens_of_a_call_have_rows_of_a_cta():
     assert [walk.lanes.thread_of(127) for walk in walks] == [(0, 15), (1, 15), (7, 15), (0, 15), (4, 15)]
 
 
-@pytest.mark.parametrize("head_dim,dtype,packs", [(64, BF16, 8), (40, BF16, 8), (128, E4M3, 8), (256, FP16, 32)])
-def test_every_lane_of_a_warp_copies_as_much(head_dim, dtype, packs):
-    """A warp's keys, of which each takes as many packs as the widest head of its variant, fill its lanes in turn."""
-    copied = []
+TILES = [(64, BF16, 16, 8), (40, BF16, 16, 8), (256, FP16, 16, 32), (64, E4M3, 32, 4), (80, E5M2, 16, 8)]
+
+
+@pytest.mark.parametrize("head_dim,dtype,keys,packs", TILES, ids=str)
+def test_every_lane_of_a_warp_copies_as_much(head_dim, dtype, keys, packs):
+    """A tile's keys, of which each takes as many packs as the widest head of its variant, fill the lanes in turn."""
+    looking = []
     for position in range(64):
         tile = inspect.explain(range(8), 16, position, head_dim=head_dim, dtype=dtype, length=128).tile
-        assert tile.packs == packs and tile.index * tile.keys + tile.row == position
-        assert tile.row == tile.warp * tile.keys_of_warp + tile.key_of_warp
-        copied.append([tile.lane_of(feature) for feature in range(0, head_dim, 16 // dtype.itemsize)])
-        first = tile.key_of_warp * packs % 32
-        assert copied[-1] == list(range(first, first + len(copied[-1])))
+        assert (tile.index, tile.row, tile.keys, tile.packs) == (*divmod(position, keys), keys, packs)
+        looking += tile.looking_lanes
+        copied = [tile.lane_of(feature) for feature in range(0, head_dim, 16 // dtype.itemsize)]
+        first = tile.row * packs % 32
+        assert copied == list(range(first, first + len(copied)))
+    assert sorted(looking) == sorted([*range(32)] * (64 // keys))
+
+
+@pytest.mark.parametrize(
+    "num_kv_heads,num_heads,told",
+    [
+        (1, 16, "one warp for each KV head\n"),
+        (2, 2, "one warp for each KV head, 2 of them side by side\n"),
+        (8, 128, "one warp for each KV head, 8 of them side by side\n"),
+        (12, 12, "one warp for each KV head, 6 of them side by side\n"),
+        (11, 11, "one warp for each KV head\n"),
+        (1, 17, "2 warps for each KV head, 2 of them side by side\n"),
+        (3, 120, "3 warps for each KV head, 3 of them side by side\n"),
+    ],
+)
+def test_heads_of_a_sequence_have_neighbouring_warps(num_kv_heads, num_heads, told):
+    """By hand: a warp takes up to 16 query heads of a KV head, and of all such a team the largest part up to 8."""
+    walk = inspect.explain([7, 2, 9], 16, 20, num_kv_heads=num_kv_heads, num_heads=num_heads)
+    assert f"  KV tile 1 of 16 keys, row 4: {told}" in str(walk)
+
+
+@pytest.mark.parametrize(
+    "strides,num_kv_heads,is_aligned",
+    [
+        ([2048, 128, 64], 2, True),
+        ([2052, 128, 64], 2, False),
+        ([4096, 132, 64], 2, False),
+        ([4096, 144, 68], 2, False),
+        ([4096, 128, 68], 1, True),  # no step from head to head
+    ],
+)
+def test_rows_that_start_anywhere_come_element_by_element(strides, num_kv_heads, is_aligned):
+    walk = inspect.explain([7, 2, 9], 16, 20, strides=strides, num_kv_heads=num_kv_heads)
+    assert walk.tile.is_aligned == is_aligned and walk.meets
+    assert ("16 bytes each; the last" in str(walk)) == is_aligned
+    assert ("16 bytes each (element by element, since rows start anywhere)" in str(walk)) != is_aligned
 
 
 @pytest.mark.parametrize(
@@ -136,8 +191,8 @@ def test_every_lane_of_a_warp_copies_as_much(head_dim, dtype, packs):
     [
         ("CUDA C++ takes no float32", {"dtype": FP32}),
         ("CUDA C++ takes heads of up to 256", {"head_dim": 264}),
-        ("CUDA C++ takes rows at multiples of 16 bytes", {"head_dim": 20}),
-        ("CUDA C++ takes rows at multiples of 16 bytes", {"strides": [4096, 132, 64]}),
+        ("CUDA C++ takes heads of multiples of 16 bytes", {"head_dim": 20}),
+        ("CUDA C++ takes heads of multiples of 16 bytes", {"head_dim": 72, "dtype": E4M3}),
     ],
 )
 def test_what_cuda_cpp_does_not_take_is_told_as_triton(why, options):
@@ -150,13 +205,14 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no 
 
 
 @needs_cuda
+@pytest.mark.parametrize("apart", [0, 1])
 @pytest.mark.parametrize("head_dim,dtype", [(64, BF16), (20, BF16), (264, BF16), (256, FP16), (128, FP32)], ids=str)
-def test_the_library_takes_what_the_walk_says(head_dim, dtype):
+def test_the_library_takes_what_the_walk_says(head_dim, dtype, apart):
     from torch_pagedkv.ops.kernel_choice import cuda_attention_takes, cuda_kernel
 
     if cuda_kernel("paged_attention", torch.cuda.current_device()) is None:
         pytest.skip("CUDA C++: the library was not built")
-    cache = torch.empty(4, 16, 2, head_dim, dtype=dtype, device="cuda")
+    cache = torch.empty(4, 16, 2, head_dim + apart, dtype=dtype, device="cuda")[..., :head_dim]
     query = torch.empty(1, 2, head_dim, dtype=dtype, device="cuda")
     table = torch.zeros(1, 4, dtype=torch.int32, device="cuda")
     takes = cuda_attention_takes()(query, cache, cache, table)

@@ -1,4 +1,4 @@
-"""Which threads of the CUDA C++ kernels move a token's row, and which warp reads its key in a decode step.
+"""Which threads of the CUDA C++ kernels move a token's row, and which lanes read its key in a decode step.
 
 The kernels are compiled ahead of time and say nothing of themselves, so their constants and steps are
 restated here, in this one place; the tests hold both against the sources in csrc/cuda.
@@ -7,7 +7,6 @@ restated here, in this one place; the tests hold both against the sources in csr
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import torch
@@ -16,10 +15,11 @@ from torch_pagedkv.inspect.row_lanes import LANES_OF_WARP
 
 WRITE_THREADS = 256  # at most, of a CTA that writes
 SEARCHED_TOKENS = 1024  # calls of up to so many have one token for each thread
-WARPS_OF_DECODE = 4
 WIDEST_HEAD = 256
-# Whether the pool is float8 -> widest head of keys and values -> positions that a warp takes at a time.
-KEYS_OF_WARP = {False: {64: 32, 128: 16, WIDEST_HEAD: 16}, True: {64: 32, 128: 32, WIDEST_HEAD: 16}}
+# Whether the pool is float8 -> widest head of keys and values -> positions in a tile.
+KEYS_OF_TILE = {False: {64: 16, 128: 16, WIDEST_HEAD: 16}, True: {64: 32, 128: 16, WIDEST_HEAD: 16}}
+QUERY_ROWS = 16  # that a warp takes at once
+MOST_OF_TEAM = 8  # warps that walk the heads of a sequence side by side
 _PACK_BYTES = 16
 
 
@@ -64,7 +64,7 @@ class CudaRowLanes:
 def lanes_of_cuda_write(source: torch.Tensor, cache: torch.Tensor, token: int) -> CudaRowLanes:
     """Return how row ``token`` of ``source`` goes into ``cache``: both may be meta tensors, nothing is read.
 
-    The values are taken to be as the keys, the memory of both to start at a multiple of 16 bytes, and the
+    The values are taken to be as the keys, the memory of both to start at a multiple of 32 bytes, and the
     pool to have no scale for each head.
     """
     num_heads, head_dim = cache.shape[2:]
@@ -83,8 +83,11 @@ def lanes_of_cuda_write(source: torch.Tensor, cache: torch.Tensor, token: int) -
         )
 
     most = _PACK_BYTES // widths[0]
-    # Bits are copied in packs of 16, 8, 4, 2 or 1 bytes; what is converted goes by 16 bytes or by elements.
+    # Bits are copied in packs of 16, 8, 4, 2 or 1 bytes. What is converted goes by 16 bytes or by elements,
+    # and, if its elements have 2 bytes, by 16 of them at best.
     sizes = [most >> i for i in range(most.bit_length())] if widths[0] == widths[1] else [most, 1]
+    if widths == (2, 1):
+        sizes.insert(0, 16)
     pack = next(size for size in sizes if takes(size))
     packs = 2 * (num_heads * head_dim // pack)
     passes = -(-packs // WRITE_THREADS)
@@ -94,29 +97,30 @@ def lanes_of_cuda_write(source: torch.Tensor, cache: torch.Tensor, token: int) -
 
 @dataclasses.dataclass(frozen=True)
 class CudaKVTile:
-    """The place of one key in the walk of a CTA over the keys of one KV head, in a decode step."""
+    """The tile of keys of one KV head that holds one of them, in a decode step: all of it is one warp's."""
 
     index: int  # tiles start at multiples of their size, whatever the sequence
     keys: int  # positions in the tile
     row: int  # of the key in the tile
-    warp: int  # that has it
-    keys_of_warp: int
+    warps_of_head: int  # that have this tile of a KV head, each for some of its query heads
+    team: int  # warps that walk heads of these positions side by side
     packs: int  # of 16 bytes, that a row takes in shared memory
-    column: int  # of the table, that the key's lane looks into
+    column: int  # of the table, that the key's lanes look into
     offset: int  # of the key in its block
     length: int
     prefill_keys: int  # positions in a tile of a long query, which is the Triton kernel's
     head_dim: int
     itemsize: int
+    is_aligned: bool  # whether all rows of the pool start at multiples of 16 bytes
 
     @property
-    def key_of_warp(self) -> int:
-        """Which of the warp's keys it is; the lane of this number looks it up."""
-        return self.row % self.keys_of_warp
+    def looking_lanes(self) -> range:
+        """The lanes that look into the table for the key: two of them where a tile has 16."""
+        return range(self.row, LANES_OF_WARP, self.keys)
 
     def lane_of(self, feature: int) -> int:
         """Return the lane that copies a feature of the key into shared memory."""
-        return (self.key_of_warp * self.packs + feature * self.itemsize // _PACK_BYTES) % LANES_OF_WARP
+        return (self.row * self.packs + feature * self.itemsize // _PACK_BYTES) % LANES_OF_WARP
 
     def element(self, block_table: Sequence[int], strides: Sequence[int], head: int, feature: int) -> int:
         """Return where the kernel loads a feature of the key from, in elements of the pool."""
@@ -125,51 +129,55 @@ class CudaKVTile:
 
     def lines(self, block_table: Sequence[int]) -> list[str]:
         """Say who reads the key."""
-        first = self.warp * self.keys_of_warp
-        last_feature = self.head_dim - 1
-        lanes = sorted({self.lane_of(0), self.lane_of(last_feature)})
+        readers = "one warp" if self.warps_of_head == 1 else f"{self.warps_of_head} warps"
+        team = f", {self.team} of them side by side" if self.team > 1 else ""
+        looking = " and ".join(map(str, self.looking_lanes))
+        look = f"lanes {looking} look" if len(self.looking_lanes) > 1 else f"lane {looking} looks"
+        lanes = sorted({self.lane_of(0), self.lane_of(self.head_dim - 1)})
         named = f"lanes {lanes[0]} to {lanes[1]} copy" if len(lanes) == 2 else f"lane {lanes[0]} copies"
+        slowly = "" if self.is_aligned else " (element by element, since rows start anywhere)"
+        position = self.index * self.keys + self.row
         return [
             f"read by paged_attention on CUDA, in CUDA C++, one query after {self.length} tokens; "
-            "a CTA has one KV head at a time",
-            f"  KV tile {self.index} of {self.keys} keys, row {self.row}: warp {self.warp} of {WARPS_OF_DECODE} "
-            f"has rows {first} to {first + self.keys_of_warp - 1}",
-            f"  lane {self.key_of_warp} looks into the table: block_table[{self.column}] = {block_table[self.column]}, "
-            f"offset {self.offset}",
-            f"  {named} a head of the key, {_PACK_BYTES} bytes each; the last feature: lane {lanes[-1]}",
-            f"  in a prefill, in Triton: KV tile {self.position // self.prefill_keys} of {self.prefill_keys} keys",
+            "a warp has tiles of its own",
+            f"  KV tile {self.index} of {self.keys} keys, row {self.row}: {readers} for each KV head{team}",
+            f"  {look} into the table: block_table[{self.column}] = {block_table[self.column]}, offset {self.offset}",
+            f"  {named} a head of the key, {_PACK_BYTES} bytes each{slowly}; the last feature: lane {lanes[-1]}",
+            f"  in a prefill, in Triton: KV tile {position // self.prefill_keys} of {self.prefill_keys} keys",
         ]
-
-    @property
-    def position(self) -> int:
-        return self.index * self.keys + self.row
 
 
 def why_cuda_decode_refuses(cache: torch.Tensor, dtype: torch.dtype) -> str | None:
     """Return why a decode step of queries of a dtype is Triton's and not CUDA C++'s, or None."""
+    head_dim = cache.shape[3]
     if dtype == torch.float32:
         return "CUDA C++ takes no float32"
-    width, head_dim = cache.element_size(), cache.shape[3]
     if head_dim > WIDEST_HEAD:
         return f"CUDA C++ takes heads of up to {WIDEST_HEAD}"
-    strides = [stride for size, stride in zip(cache.shape, cache.stride()) if size != 1]
-    if head_dim * width % _PACK_BYTES or math.gcd(*strides[:-1], 0) * width % _PACK_BYTES:
-        return f"CUDA C++ takes rows at multiples of {_PACK_BYTES} bytes"
+    if head_dim * cache.element_size() % _PACK_BYTES:
+        return f"CUDA C++ takes heads of multiples of {_PACK_BYTES} bytes"
     return None
 
 
-def tile_of_cuda_read(position: int, length: int, cache: torch.Tensor, prefill_keys: int) -> CudaKVTile:
-    """Return the tile that holds ``position`` when the last of ``length`` tokens attends."""
-    block_size, _, head_dim = cache.shape[1:]
+def tile_of_cuda_read(position: int, length: int, cache: torch.Tensor, num_heads: int, prefill_keys: int) -> CudaKVTile:
+    """Return the tile that holds ``position`` when the last of ``length`` tokens attends.
+
+    The values are taken to be as the keys, the memory of both to start at a multiple of 16 bytes, and the
+    pool to have more than one block.
+    """
+    block_size, num_kv_heads, head_dim = cache.shape[1:]
     width = cache.element_size()
-    by_head = KEYS_OF_WARP[width == 1]
+    by_head = KEYS_OF_TILE[width == 1]
     dim = min(dim for dim in by_head if head_dim <= dim)
-    keys_of_warp = by_head[dim]
-    keys = WARPS_OF_DECODE * keys_of_warp
+    keys = by_head[dim]
     index, row = divmod(position, keys)
     column, offset = divmod(position, block_size)
-    packs = dim * width // _PACK_BYTES
-    warp = row // keys_of_warp
+    warps_of_head = -(-(num_heads // num_kv_heads) // QUERY_ROWS)
+    items = num_kv_heads * warps_of_head
+    team = max(team for team in range(1, MOST_OF_TEAM + 1) if items % team == 0)
+    steps = [stride for size, stride in zip((2, block_size, num_kv_heads), cache.stride()) if size > 1]
+    is_aligned = all(step * width % _PACK_BYTES == 0 for step in steps)
     return CudaKVTile(
-        index, keys, row, warp, keys_of_warp, packs, column, offset, length, prefill_keys, head_dim, width
-    )
+        index, keys, row, warps_of_head, team, dim * width // _PACK_BYTES, column, offset, length, prefill_keys,
+        head_dim, width, is_aligned,
+    )  # fmt: skip

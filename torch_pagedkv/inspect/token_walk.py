@@ -257,8 +257,10 @@ def explain(
     else:
         lanes = lanes_of_cuda_write(source, cache, token)
         why = why_cuda_decode_refuses(cache, source_dtype)
-        prefill_keys = tile.prefill_keys
-        tile = dataclasses.replace(tile, why=why) if why else tile_of_cuda_read(position, length, cache, prefill_keys)
+        if why:
+            tile = dataclasses.replace(tile, why=why)
+        else:
+            tile = tile_of_cuda_read(position, length, cache, num_heads, tile.prefill_keys)
     return TokenWalk(table, block_size, position, place, layouts, num_kv_heads, head_dim, dtype, lanes, tile)
 
 
