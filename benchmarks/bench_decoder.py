@@ -1,0 +1,192 @@
+"""A decode step of a Llama-3-8B-shaped decoder on a GPU, beside the time in which its bytes can be read.
+
+    python benchmarks/bench_decoder.py
+    python benchmarks/bench_decoder.py --batch 1 --mode max-autotune --layers 4 --profile
+
+The model is docs/examples/llama.py with random bfloat16 weights and fused projections, compiled whole,
+``decode_step`` and all: slots, model, greedy choice. A step is one launch of a CUDA graph, which
+torch records itself (``reduce-overhead``, ``max-autotune``) or, with ``--by-hand``, ``torch.cuda.graph``
+around the same compiled code. One compiled step serves every length of its batch. Each step's time
+is the median over steps that follow one another, so lengths grow by one.
+
+"bytes" is what a step has to read once: weights without the embedding, keys and values in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+import on_cuda
+from machine import ROOT, print_header, print_row
+from torch_pagedkv import PagedBatch, PagedKVCache, blocks_for
+
+sys.path.insert(0, str(ROOT / "docs" / "examples"))
+from llama import Config, Llama, decode_step, fuse_projections
+
+BF16, BLOCK_SIZE, STEPS = torch.bfloat16, 16, 40
+LLAMA_3_8B = dict(vocab=128256, width=4096, hidden=14336, heads=32, kv_heads=8, head_dim=128, rope_theta=500000.0)
+RAGGED = [256 + 512 * i for i in range(32)]
+LENGTHS = {
+    1: {"1 x 8k": [8192], "1 x 32k": [32768]},
+    32: {"32 x 8k": [8192] * 32, "32, ragged 256..16k": RAGGED, "32 x 1k": [1024] * 32},
+}
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+class Decoding:
+    """A batch of fixed shapes, pools for its longest case, and the compiled step over them."""
+
+    def __init__(self, model: Llama, batch_size: int) -> None:
+        self.model, config = model, model.config
+        cases = LENGTHS[batch_size].values()
+        needed = [[blocks_for(length + STEPS + 16, BLOCK_SIZE) for length in case] for case in cases]
+        self.num_blocks = max(map(sum, needed))
+        sizes = dict(block_size=BLOCK_SIZE, num_blocks=self.num_blocks, dtype=BF16, device="cuda")
+        self.cache = PagedKVCache(config.layers, config.kv_heads, config.head_dim, **sizes)
+        self.cache.storage.normal_()
+        self.batch = PagedBatch.fixed(batch_size, max(map(max, needed)), device="cuda")
+        self.tokens = torch.randint(config.vocab, (batch_size,), device="cuda")
+        for tensor in (self.cache.storage, self.tokens, *self.batch._fields()):
+            if tensor is not None:  # where they are is part of the graph: nothing is copied into it
+                torch._dynamo.mark_static_address(tensor)
+
+    def start(self, lengths: list[int]) -> None:
+        """Begin a step before ``lengths``, blocks in random order, the same one each time."""
+        order = iter(torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(0)).tolist())
+        tables = [[next(order) for _ in range(blocks_for(n + STEPS + 16, BLOCK_SIZE))] for n in lengths]
+        self.batch.update_(tables, [length - 1 for length in lengths], block_size=BLOCK_SIZE)
+
+    def step(self, run: Callable = decode_step) -> torch.Tensor:
+        return run(self.model, self.tokens, self.cache, self.batch)
+
+    def error_of(self, run: Callable, lengths: list[int]) -> float:
+        """Return how far the logits of a step are from eager's."""
+        self.start(lengths)
+        first = self.tokens.clone()
+        expected = self.step().float().clone()
+        self.start(lengths)
+        self.tokens.copy_(first)
+        return ((self.step(run).float() - expected).norm() / expected.norm()).item()
+
+    def bytes(self, lengths: list[int]) -> tuple[int, int]:
+        """Return the bytes of the weights that a step reads and of the keys and values in use."""
+        embed = self.model.embed.weight
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters() if p is not embed)
+        return weights, sum(lengths) * self.cache.bytes_per_block // BLOCK_SIZE
+
+
+def captured(run: Callable, decoding: Decoding) -> Callable:
+    """Return a function that replays a step as one graph, captured on a side stream."""
+    for _ in range(2):
+        decoding.step(run)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = decoding.step(run)
+
+    def replay(*_: object) -> torch.Tensor:
+        graph.replay()
+        return logits
+
+    return replay
+
+
+def milliseconds(decoding: Decoding, run: Callable) -> float:
+    """Return the median time of steps that follow one another."""
+    for _ in range(3):
+        decoding.step(run)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    events[0].record()
+    for event in events[1:]:
+        decoding.step(run)
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(first.elapsed_time(last) for first, last in itertools.pairwise(events))
+
+
+def print_kernels(decoding: Decoding, run: Callable) -> None:
+    """Print what a step's kernels take: count and time of each, and how many launches of graphs there were."""
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        for _ in range(3):
+            decoding.step(run)
+        torch.cuda.synchronize()
+    events = profile.key_averages()
+    launches = sum(event.count for event in events if event.key == "cudaGraphLaunch")
+    kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in kernels)
+    print(f"in 3 steps {launches} graph launches; kernels of a step {total / 3e3:.3f} ms, the longest:")
+    for event in kernels[:16]:
+        mean = event.self_device_time_total / event.count
+        print(f"  {event.self_device_time_total / 3:9.1f} us {event.count / 3:6.1f} x {mean:8.2f}  {event.key[:90]}")
+
+
+def parse() -> argparse.Namespace:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    add = parser.add_argument
+    add("--batch", type=int, nargs="+", default=[1, 32], choices=LENGTHS)
+    add("--mode", nargs="+", default=["max-autotune"], choices=MODES)
+    add("--by-hand", action="store_true", help="capture the compiled step with torch.cuda.graph")
+    add("--pdl", action="store_true", help="let Inductor's kernels overlap their launches (triton.enable_pdl)")
+    add("--layers", type=int, default=32)
+    add("--profile", action="store_true", help="say which kernels take the time")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    print(on_cuda.describe())
+    torch.set_float32_matmul_precision("high")
+    torch._inductor.config.triton.enable_pdl = args.pdl
+    read_limit, _ = on_cuda.bytes_per_microsecond()
+    print(f"reading: {read_limit / 1e6:.2f} TB/s; {args.layers} layers; PDL {'on' if args.pdl else 'off'}")
+    torch.manual_seed(0)
+    torch.set_default_dtype(BF16)
+    with torch.device("cuda"), torch.no_grad():
+        model = Llama(Config(**LLAMA_3_8B, layers=args.layers)).requires_grad_(False)
+        fuse_projections(model)
+    torch.set_default_dtype(torch.float32)
+    for batch_size in args.batch:
+        for mode in args.mode:
+            bench(model, batch_size, mode, args, read_limit)
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def bench(model: Llama, batch_size: int, mode: str, args: argparse.Namespace, read_limit: float) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    decoding = Decoding(model, batch_size)
+    run = torch.compile(decode_step, fullgraph=True, mode=mode, dynamic=False)
+    before = time.perf_counter()
+    cases = LENGTHS[batch_size]
+    error = max(decoding.error_of(run, lengths) for lengths in cases.values())
+    assert error < 5e-2, f"relative error of the logits {error:.2g}"
+    if args.by_hand:
+        run = captured(run, decoding)
+    print(f"\n{mode}{', by hand' if args.by_hand else ''}: ready after {time.perf_counter() - before:.0f} s\n")
+    print_header(
+        "case", "ms a step", "bytes need, ms", "of reading", "weights, GB", "KV in use, GB", "peak, GB", "error"
+    )
+    for name, lengths in cases.items():
+        decoding.start(lengths)
+        taken = milliseconds(decoding, run)
+        weights, kv = decoding.bytes(lengths)
+        need = (weights + kv) / read_limit / 1e3
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        print_row(name, taken, need, need / taken, weights / 1e9, kv / 1e9, peak, error)
+        if args.profile:
+            decoding.start(lengths)
+            print_kernels(decoding, run)
+
+
+if __name__ == "__main__":
+    main()
