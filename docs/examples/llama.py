@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from torch_pagedkv import BlockAllocator, PagedAttention, PagedBatch, PagedKVCache, blocks_for
@@ -112,8 +113,11 @@ class FusedProjections(nn.Module):
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        self.sizes = [linear.out_features for linear in linears]
-        self.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
+        weights = [linear.weight for linear in linears]
+        # Of weights that are spread over ranks column-wise, a rank's product has its own rows.
+        weights = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+        self.sizes = [len(weight) for weight in weights]
+        self.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
 
     def forward(self, x):
         return F.linear(x, self.weight).split(self.sizes, dim=-1)
