@@ -135,7 +135,8 @@ def parse() -> argparse.Namespace:
     add("--batch", type=int, nargs="+", default=[1, 32], choices=LENGTHS)
     add("--mode", nargs="+", default=["max-autotune"], choices=MODES)
     add("--by-hand", action="store_true", help="capture the compiled step with torch.cuda.graph")
-    add("--pdl", action="store_true", help="let Inductor's kernels overlap their launches (triton.enable_pdl)")
+    help = "1: let Inductor's kernels overlap their launches (triton.enable_pdl)"
+    add("--pdl", type=int, nargs="+", default=[0], choices=(0, 1), help=help)
     add("--layers", type=int, default=32)
     add("--profile", action="store_true", help="say which kernels take the time")
     return parser.parse_args()
@@ -145,9 +146,8 @@ def main() -> None:
     args = parse()
     print(on_cuda.describe())
     torch.set_float32_matmul_precision("high")
-    torch._inductor.config.triton.enable_pdl = args.pdl
     read_limit, _ = on_cuda.bytes_per_microsecond()
-    print(f"reading: {read_limit / 1e6:.2f} TB/s; {args.layers} layers; PDL {'on' if args.pdl else 'off'}")
+    print(f"reading: {read_limit / 1e6:.2f} TB/s; {args.layers} layers")
     torch.manual_seed(0)
     torch.set_default_dtype(BF16)
     with torch.device("cuda"), torch.no_grad():
@@ -155,7 +155,8 @@ def main() -> None:
         fuse_projections(model)
     torch.set_default_dtype(torch.float32)
     for batch_size in args.batch:
-        for mode in args.mode:
+        for mode, pdl in itertools.product(args.mode, args.pdl):
+            torch._inductor.config.triton.enable_pdl = bool(pdl)
             bench(model, batch_size, mode, args, read_limit)
             torch._dynamo.reset()
             torch.cuda.empty_cache()
@@ -172,7 +173,8 @@ def bench(model: Llama, batch_size: int, mode: str, args: argparse.Namespace, re
     assert error < 5e-2, f"relative error of the logits {error:.2g}"
     if args.by_hand:
         run = captured(run, decoding)
-    print(f"\n{mode}{', by hand' if args.by_hand else ''}: ready after {time.perf_counter() - before:.0f} s\n")
+    settings = [mode] + ["by hand"] * args.by_hand + ["PDL"] * torch._inductor.config.triton.enable_pdl
+    print(f"\n{', '.join(settings)}: ready after {time.perf_counter() - before:.0f} s\n")
     print_header(
         "case", "ms a step", "bytes need, ms", "of reading", "weights, GB", "KV in use, GB", "peak, GB", "error"
     )

@@ -58,9 +58,16 @@ class Attention(nn.Module):
         self.attention = PagedAttention(config.heads, config.head_dim, config.kv_heads)
         self.fused = None  # see fuse_projections
 
+    def project(self, x, rope):
+        if self.fused is None:
+            query, key = (rotate(linear(x).unflatten(-1, (-1, self.head_dim)), rope) for linear in (self.wq, self.wk))
+            return query, key, self.wv(x)
+        rows, kv_heads = self.fused(x).unflatten(-1, (-1, self.head_dim)), self.attention.num_kv_heads
+        rotated = rotate(rows[:, :-kv_heads], rope)
+        return rotated[:, :-kv_heads], rotated[:, -kv_heads:], rows[:, -kv_heads:]
+
     def forward(self, x, rope, kv_cache, batch):
-        query, key, value = self.fused(x) if self.fused else (self.wq(x), self.wk(x), self.wv(x))
-        query, key = (rotate(rows.unflatten(-1, (-1, self.head_dim)), rope) for rows in (query, key))
+        query, key, value = self.project(x, rope)
         return self.wo(self.attention(query, key, value, kv_cache, batch).flatten(1))
 
 
@@ -73,7 +80,7 @@ class FeedForward(nn.Module):
         self.fused = None
 
     def forward(self, x):
-        gate, up = self.fused(x) if self.fused else (self.gate(x), self.up(x))
+        gate, up = (self.gate(x), self.up(x)) if self.fused is None else self.fused(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
 
@@ -108,26 +115,21 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-class FusedProjections(nn.Module):
-    """Several projections of the same rows as one product: a GPU reads one large matrix faster than three."""
-
-    def __init__(self, *linears: nn.Linear) -> None:
-        super().__init__()
-        weights = [linear.weight for linear in linears]
-        # Of weights that are spread over ranks column-wise, a rank's product has its own rows.
-        weights = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
-        self.sizes = [len(weight) for weight in weights]
-        self.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
-
-    def forward(self, x):
-        return F.linear(x, self.weight).split(self.sizes, dim=-1)
+def fused(*linears: nn.Linear) -> nn.Linear:
+    """Return one projection for several of the same rows: a GPU reads one large matrix faster than three."""
+    weights = [linear.weight for linear in linears]
+    # Of a weight that is spread over ranks column-wise, a rank has rows of its own.
+    weight = torch.cat([weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights])
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
 
 
 def fuse_projections(model: Llama) -> None:
     """Put queries, keys and values into one matrix, and gate and up into another, in every layer."""
     for layer in model.layers:
         for module, names in ((layer.attention, ("wq", "wk", "wv")), (layer.feed_forward, ("gate", "up"))):
-            module.fused = FusedProjections(*(getattr(module, name) for name in names))
+            module.fused = fused(*(getattr(module, name) for name in names))
             for name in names:
                 delattr(module, name)
 
