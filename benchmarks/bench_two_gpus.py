@@ -25,6 +25,7 @@ from pathlib import Path
 
 # NVLink multicast is not to be had in every virtual machine, and NCCL hangs where it only seems to be.
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 import torch
 import torch.distributed as dist
@@ -240,7 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--only", nargs="+", default=["tensor", "context"], choices=("tensor", "context"))
+    parser.add_argument("--only", nargs="+", default=["context", "tensor"], choices=("tensor", "context"))
     args = parser.parse_args()
     if args.device == "cuda":
         import on_cuda
