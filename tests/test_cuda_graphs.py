@@ -136,8 +136,9 @@ def test_the_batch_advances_inside_the_graph():
     """Lengths and slots of a decode step follow on the device; only new blocks come from the host."""
     step = Step(None)
     expected = Step(None)
-    for tensor, other in zip((step.query, step.key, step.value), (expected.query, expected.key, expected.value)):
-        other.copy_(tensor)
+    for name in ("query", "key", "value"):
+        getattr(expected, name).copy_(getattr(step, name))
+    expected.cache.storage.copy_(step.cache.storage)
     tables = [list(range(i * 4, i * 4 + 4)) for i in range(SEQUENCES)]
     step.batch.update_(tables, [14, 15, 31], block_size=BLOCK)
 

@@ -11,7 +11,8 @@ from decoder import BLOCK, DIM, HEADS, KV_HEADS, WIDTH, Decoder, tables
 from graph_launches import graph_launches
 from torch_pagedkv import PagedBatch, PagedKVCache
 
-LAYERS, NUM_BLOCKS, SEQUENCES, BLOCKS = 2, 4096, 3, 16
+LAYERS, SEQUENCES, BLOCKS = 2, 3, 16
+NUM_BLOCKS = 65536 if torch.cuda.is_available() else 512  # a pool is larger than all else on a GPU, cuBLAS's part too
 SHAPE = (NUM_BLOCKS, BLOCK, KV_HEADS, DIM)
 POOL_BYTES = torch.Size(SHAPE).numel() * 4  # of one layer's keys
 
@@ -95,8 +96,7 @@ def test_a_decode_step_is_one_launch(form, device):
         torch.testing.assert_close(found[0], decoder(hidden, expected_pools, batch))
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
     if device == "cuda":
-        assert counters["inductor"]["cudagraph_skips"] == 0
-        assert launches[60:] == [1] * 4
+        assert (counters["inductor"]["cudagraph_skips"], launches[60:]) == (0, [1] * 4)
         assert peak_bytes(device) - before < POOL_BYTES
 
 

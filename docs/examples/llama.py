@@ -106,13 +106,29 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
 
+    def begin(self, tokens, positions):
+        return self.embed(tokens), rotation(positions, self.config)
+
+    def finish(self, x):
+        return self.head(self.norm(x))
+
     def forward(self, tokens, positions, pools, batch):
         """Return the logits of packed tokens [T]; ``pools[layer]`` gives the pair of pools of a layer."""
-        x, rope = self.embed(tokens), rotation(positions, self.config)
+        x, rope = self.begin(tokens, positions)
         for number, layer in enumerate(self.layers):
             key_cache, value_cache = pools[number]
             x = layer(x, rope, (key_cache, value_cache), batch)
-        return self.head(self.norm(x))
+        return self.finish(x)
+
+
+def compile_parts(model: Llama, **how) -> None:
+    """Compile a layer, which serves all layers, and what comes before and after them: much sooner done than the whole.
+
+    Pools have to be two tensors of their own for each layer.
+    """
+    model.begin, model.finish = (torch.compile(part, fullgraph=True, **how) for part in (model.begin, model.finish))
+    for layer in model.layers:
+        layer.compile(fullgraph=True, **how)
 
 
 def fused(*linears: nn.Linear) -> nn.Linear:
