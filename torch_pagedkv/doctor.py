@@ -96,6 +96,8 @@ def _batch(step: int, device: str) -> PagedBatch:
 
 def _calls(device: str) -> dict[str, Callable[[PagedBatch], Any]]:
     pools = [torch.zeros(_NUM_BLOCKS, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM, device=device) for _ in range(2)]
+    for pool in pools:  # torch records no CUDA graph of what writes to tensors that may move
+        torch._dynamo.mark_static_address(pool)
     query = torch.zeros(2, _HEADS, _HEAD_DIM, device=device)
     key = torch.zeros(2, _KV_HEADS, _HEAD_DIM, device=device)
     lse = torch.zeros(_HEADS, 2, device=device)
@@ -143,6 +145,7 @@ def _count_pool_copies(code: str) -> int:
 
 def _count_graph_launches(call: Callable[[PagedBatch], Any], device: str) -> int:
     """Count the CUDA graphs that a call launches once ``reduce-overhead`` has recorded it."""
+    torch._dynamo.reset()
     recorded = torch.compile(call, mode="reduce-overhead")
 
     def step(number: int) -> None:

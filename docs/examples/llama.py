@@ -229,6 +229,8 @@ def main() -> int:
     args = parser.parse_args()
     prompts = [[1, 2, 3], [7] * 40, [5], list(range(100, 117)), [9, 8]]
     model, pools = build(args.pools, args.device)
+    for memory in pools:  # torch records no CUDA graph of what writes to arguments that may move
+        torch._dynamo.mark_static_address(getattr(memory, "storage", memory))
     expected = generate(model, pools, prompts, args.max_new_tokens, args.device)
     print(f"eager: {sum(map(len, expected))} tokens; compiling, once for each form of the batch ...", flush=True)
     compiled = torch.compile(model, fullgraph=True, mode=args.mode)
