@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch.nn import functional as F
 
 import on_cuda
 from machine import ROOT, print_header, print_row
@@ -40,19 +41,45 @@ LENGTHS = {
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "sums")
 
 
-class RowLinear(torch.nn.Linear):
-    """A projection that is compiled as a sum for a single row: Inductor fuses it with what stands around it."""
+class NormedLinear(torch.nn.Linear):
+    """A projection with the RMSNorm before it, whose weights are folded into its own.
+
+    ``as_sum``: a single row is compiled as a sum over products, which Inductor fuses with what stands
+    around it, the norm included: the mean of the squares is a second sum over the same elements, taken
+    anew for each output rather than in a kernel of its own.
+    """
+
+    eps: float | None = None  # no norm
+    as_sum = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] == 1 and torch.compiler.is_compiling():
-            return (x.unsqueeze(1) * self.weight).sum(-1)
-        return super().forward(x)
+        if not (self.as_sum and x.shape[0] == 1 and torch.compiler.is_compiling()):
+            x = x if self.eps is None else F.rms_norm(x, x.shape[-1:], eps=self.eps)
+            return super().forward(x)
+        # A strided view is of a buffer: what it shows is stored once, not computed anew by each who reads it.
+        rows = (x if self.eps is not None else x.as_strided(x.shape, x.stride())).unsqueeze(1).float()
+        product = (rows * self.weight).sum(-1)
+        if self.eps is None:
+            return product.to(x.dtype)
+        squares = (rows * rows).expand(-1, self.out_features, -1).mean(-1)
+        product = (product * torch.rsqrt(squares + self.eps)).to(x.dtype)
+        return product.as_strided(product.shape, product.stride())
 
 
-def choose_projections(model: Llama, kind: type[torch.nn.Linear]) -> None:
+def fold_norms(model: Llama) -> None:
+    """Make every projection a NormedLinear, and move the norms into those that follow them."""
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.__class__ = kind
+            module.__class__ = NormedLinear
+    followed = [(model, "norm", model.head)]
+    for layer in model.layers:
+        followed.append((layer, "attention_norm", layer.attention.fused))
+        followed.append((layer, "feed_forward_norm", layer.feed_forward.fused))
+    for owner, name, linear in followed:
+        norm = getattr(owner, name)
+        linear.weight.mul_(norm.weight)
+        linear.eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+        setattr(owner, name, torch.nn.Identity())
 
 
 class Decoding:
@@ -150,6 +177,7 @@ def parse() -> argparse.Namespace:
     add("--by-hand", action="store_true", help="capture the compiled step with torch.cuda.graph")
     help = "1: let Inductor's kernels overlap their launches (triton.enable_pdl)"
     add("--pdl", type=int, nargs="+", default=[0], choices=(0, 1), help=help)
+    add("--splits", type=int, nargs="+", default=[0], help="num_splits of PagedAttention; 0: the kernel chooses")
     add("--layers", type=int, default=32)
     add("--profile", action="store_true", help="say which kernels the first case takes")
     args = parser.parse_args()
@@ -167,14 +195,20 @@ def main() -> None:
     with torch.device("cuda"), torch.no_grad():
         model = Llama(Config(**LLAMA_3_8B, layers=args.layers)).requires_grad_(False)
         fuse_projections(model)
+        fold_norms(model)
     torch.set_default_dtype(torch.float32)
     for batch_size in args.batch:
-        for mode, pdl in itertools.product(args.mode, args.pdl):
+        for mode, pdl, splits in itertools.product(args.mode, args.pdl, args.splits):
             torch._inductor.config.triton.enable_pdl = bool(pdl)
+            for layer in model.layers:
+                layer.attention.attention.num_splits = splits
+            settings = [mode, "in parts" if args.parts else "whole", "by hand" if args.by_hand else "recorded by torch"]
+            settings += ["PDL"] * pdl + [f"{splits} splits"] * bool(splits)
+            print(f"\n{', '.join(settings)}:", flush=True)
             try:
                 bench(model, batch_size, mode, args, read_limit)
             except Exception as error:  # the other ways are timed all the same
-                print(f"{mode} fails: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}", flush=True)
+                print(f"fails: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}", flush=True)
             forget_compiled(model)
             torch.cuda.empty_cache()
 
@@ -192,7 +226,9 @@ def forget_compiled(model: Llama) -> None:
 def bench(model: Llama, batch_size: int, mode: str, args: argparse.Namespace, read_limit: float) -> None:
     torch.cuda.reset_peak_memory_stats()
     decoding = Decoding(model, batch_size)
-    choose_projections(model, RowLinear if mode == "sums" else torch.nn.Linear)
+    for module in model.modules():
+        if isinstance(module, NormedLinear):
+            module.as_sum = mode == "sums"
     options = {**torch._inductor.list_mode_options(mode)} if mode != "sums" else {"max_autotune_pointwise": True}
     options["triton.cudagraphs"] = not args.by_hand
     cases = LENGTHS[batch_size]
@@ -208,9 +244,7 @@ def bench(model: Llama, batch_size: int, mode: str, args: argparse.Namespace, re
     assert error < 5e-2, f"relative error of the logits {error:.2g}"
     if args.by_hand:
         run = captured(run, decoding)
-    settings = [mode, "in parts" if args.parts else "whole", "by hand" if args.by_hand else "recorded by torch"]
-    settings += ["PDL"] * torch._inductor.config.triton.enable_pdl
-    print(f"\n{', '.join(settings)}: ready after {time.perf_counter() - before:.0f} s\n")
+    print(f"ready after {time.perf_counter() - before:.0f} s\n")
     print_header("case", "ms a step", "bytes need, ms", "of reading", "weights, GB", "KV, GB", "peak, GB", "error")
     for name, lengths in cases.items():
         decoding.start(lengths)
