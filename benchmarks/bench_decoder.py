@@ -1,13 +1,15 @@
 """A decode step of a Llama-3-8B-shaped decoder on a GPU, beside the time in which its bytes can be read.
 
     python benchmarks/bench_decoder.py
-    python benchmarks/bench_decoder.py --batch 1 --mode max-autotune --layers 4 --profile
+    python benchmarks/bench_decoder.py --parts --batch 1 --mode sums --profile
 
-The model is docs/examples/llama.py with random bfloat16 weights and fused projections, compiled whole,
-``decode_step`` and all: slots, model, greedy choice. A step is one launch of a CUDA graph, which
-torch records itself (``reduce-overhead``, ``max-autotune``) or, with ``--by-hand``, ``torch.cuda.graph``
-around the same compiled code. One compiled step serves every length of its batch. Each step's time
-is the median over steps that follow one another, so lengths grow by one.
+The model is docs/examples/llama.py with random bfloat16 weights, fused projections and folded norms,
+compiled whole, ``decode_step`` and all: slots, model, greedy choice. A step is one launch of a CUDA graph,
+which torch records itself or, with ``--by-hand``, ``torch.cuda.graph`` around the same compiled code.
+``--parts`` compiles one layer for all, which is done much sooner, and captures by hand. One compiled step
+serves every length of its batch. A step's time is the median over steps that follow one another, so
+lengths grow by one. Modes are torch's; ``sums`` is NormedLinear's way with a single row. max-autotune
+tunes for minutes.
 
 "bytes" is what a step has to read once: weights without the embedding, keys and values in use.
 """
@@ -172,7 +174,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     add = parser.add_argument
     add("--batch", type=int, nargs="+", default=[1, 32], choices=LENGTHS)
-    add("--mode", nargs="+", default=["max-autotune"], choices=MODES)
+    add("--mode", nargs="+", default=["reduce-overhead", "sums"], choices=MODES)
     add("--parts", action="store_true", help="compile one layer for all, and capture the step by hand")
     add("--by-hand", action="store_true", help="capture the compiled step with torch.cuda.graph")
     help = "1: let Inductor's kernels overlap their launches (triton.enable_pdl)"
