@@ -10,7 +10,7 @@ from graph_launches import graph_launches
 from pools import assert_same_bits
 from torch_pagedkv import PagedAttention, PagedBatch, PagedKVCache
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
 
 HEADS, KV_HEADS, DIM, BLOCK, SEQUENCES = 8, 2, 128, 16, 3
 LONGEST = 40000
@@ -68,6 +68,7 @@ def step(request: pytest.FixtureRequest) -> Step:
     return Step(*FORMS[request.param])
 
 
+@needs_cuda
 @torch.no_grad()
 def test_captured_at_length_7_it_serves_every_length(step):
     """On a side stream; with lengths, tables, slots and inputs changed in place a replay gives eager's bits."""
@@ -84,6 +85,7 @@ def test_captured_at_length_7_it_serves_every_length(step):
         assert not torch.equal(written.view(torch.uint8), before.view(torch.uint8))
 
 
+@needs_cuda
 @torch.no_grad()
 def test_a_replay_is_one_launch_and_allocates_nothing(step):
     step.refill([7] * SEQUENCES)
@@ -102,6 +104,7 @@ def test_a_replay_is_one_launch_and_allocates_nothing(step):
     assert after["segment.all.allocated"] == before["segment.all.allocated"]
 
 
+@needs_cuda
 @torch.no_grad()
 def test_a_step_waits_for_nothing(step):
     """Eager too, the refill from the host included: the host runs ahead of the device."""
@@ -116,6 +119,7 @@ def test_a_step_waits_for_nothing(step):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@needs_cuda
 @torch.no_grad()
 def test_a_step_takes_the_memory_of_its_shapes_only():
     """What eager allocates does not depend on lengths."""
@@ -131,6 +135,7 @@ def test_a_step_takes_the_memory_of_its_shapes_only():
     assert len(peaks) == 1 and peaks.pop() < 64 * 2**20
 
 
+@needs_cuda
 @torch.no_grad()
 def test_the_batch_advances_inside_the_graph():
     """Lengths and slots of a decode step follow on the device; only new blocks come from the host."""
