@@ -17,7 +17,7 @@ from torch_pagedkv.integrations import tensor_parallel
 from torch_pagedkv.integrations.tensor_parallel import HeadwiseParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
-from llama import Config, Llama
+from llama import Config, Llama, fuse_projections
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 16
 COPY = Replicate()
@@ -182,6 +182,8 @@ def check_parallelize_module_over_llama(mesh):
         assert seen.get_total_counts() == 2 * config.layers, seen.get_comm_counts()
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(compiled(tokens, tokens, other, batch), expected, atol=1e-5, rtol=1e-5)
+    fuse_projections(model)  # of the rank's own rows
+    torch.testing.assert_close(model(tokens, tokens, local, batch), expected, atol=1e-5, rtol=1e-5)
     for layer in range(config.layers):
         for pool, part in zip(cache[layer], local[layer]):
             heads = pool.chunk(mesh.size(), 2)[mesh.get_local_rank()]

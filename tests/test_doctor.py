@@ -24,7 +24,7 @@ def test_this_environment_is_healthy(device, capsys):
     rows = [line.split("|")[1:-1] for line in printed.out.splitlines() if line.startswith("| ")][1:]
     assert [row[0].strip() for row in rows] == [*native.STEMS, "PagedAttention"]
     for name, *counts, eager, compiled in rows:
-        assert [int(count) for count in counts] == [0, 0, 0], name
+        assert [int(count) for count in counts] == [0, 0, 0] + [1] * (device == "cuda"), name
         assert int(eager) > 0 and int(compiled) > 0
     assert "paged_attention (2 of 7): compiling" in printed.err and "paged_attention: timing" in printed.err
 
@@ -57,3 +57,9 @@ def test_breaks_recompiles_copies_and_failures_are_found(monkeypatch, capsys):
     assert found["copies"]["pool_copies"] >= 1
     assert "TypeError" in found["fails"]["failure"] or "query must be a tensor" in found["fails"]["failure"]
     assert main(["doctor", "--device", "cpu"]) == 1
+
+
+def test_a_step_of_two_graphs_is_found():
+    counts = dict(graph_breaks=0, recompiles=0, pool_copies=0)
+    healthy = [doctor.Finding("some", **counts, graph_launches=launches).is_healthy for launches in (None, 0, 1, 2)]
+    assert healthy == [True, False, True, False]

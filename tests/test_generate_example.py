@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from example_programs import run_program, spoil_one_token
+from graph_launches import graph_launches
 
 pytest.importorskip("transformers")
 
@@ -100,6 +101,33 @@ def test_step_without_sequences_leaves_the_pool_alone(device):
     before = runner.cache.storage.view(torch.int32).clone()
     assert runner.run([]) == []
     assert torch.equal(runner.cache.storage.view(torch.int32), before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
+@torch.no_grad()
+def test_a_compiled_step_is_one_launch():
+    """Whatever joins and leaves, the whole step is a CUDA graph that was captured before the first token."""
+    import batching
+    from smollm2 import load
+
+    from torch_pagedkv.integrations import transformers as paged
+
+    loaded = load("random", torch.float32, "cuda")
+    prompts = [list(range(n, 3 * n)) for n in (3, 40, 9)]
+    paged.register()
+    loaded.model.set_attn_implementation(paged.ATTN_IMPLEMENTATION)
+    texts, outcomes = [], []
+    for compiles in (False, True):
+        runner = batching.Runner(loaded.model, num_blocks=20, block_size=16, max_batch=4, max_tokens=20)
+        if compiles:
+            runner.compile()
+        assert sorted(runner.captured) == ([8, 16, 20] if compiles else [])
+        launches = graph_launches(
+            lambda runner=runner: outcomes.append(batching.generate(runner, prompts, 12, [], lambda text: None))
+        )
+        assert launches == (len(outcomes[-1].step_sizes) if compiles else 0)
+        texts.append([sequence.generated for sequence in outcomes[-1].sequences])
+    assert texts[0] == texts[1]
 
 
 def test_says_what_to_install_where_the_bundled_model_is_missing(monkeypatch):

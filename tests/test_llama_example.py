@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from torch_pagedkv import PagedBatch
+
 PROMPTS = [[1, 2, 3], [7] * 40, [5], list(range(100, 117))]
 
 
@@ -29,6 +31,24 @@ def test_compiled_tokens_are_those_of_eager(pools, device, llama):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert llama.generate(compiled, memory, PROMPTS, 6, device) == expected
     assert counters["stats"]["unique_graphs"] <= 4 and not counters["graph_break"]
+
+
+@torch.no_grad()
+def test_parts_are_three_graphs(device, llama):
+    """A layer compiled once serves all four, beside what comes before and after them; logits as eager."""
+    config = llama.Config()
+    model = llama.Llama(config).to(device).requires_grad_(False)
+    llama.fuse_projections(model)
+    logits = []
+    for compiles in (False, True):
+        if compiles:
+            llama.compile_parts(model, backend="aot_eager")
+        pools = [[torch.zeros(8, 16, config.kv_heads, config.head_dim, device=device) for _ in "kv"] for _ in range(4)]
+        batch = PagedBatch.from_sequences([[3, 1], [5, 2]], [14, 3], block_size=16, device=device)
+        tokens = torch.tensor([7, 9], device=device)
+        logits.append([llama.decode_step(model, tokens, pools, batch).clone() for _ in range(5)])
+    torch.testing.assert_close(*logits)
+    assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import datetime
 import functools
 import importlib
 import json
+import os
 import tempfile
 import traceback
 from pathlib import Path
@@ -41,6 +42,9 @@ def assert_passes(module: str, check: str, device: str) -> None:
 
 def _work(rank: int, module: str, device: str, folder: str) -> None:
     if device == "cuda":
+        # NVLink multicast is not to be had in every virtual machine, and NCCL hangs where it only seems to be.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -79,13 +79,17 @@ def print_findings(options: argparse.Namespace) -> int:
         return 0 if all(f.is_healthy for f in findings) else 1
     kernels = build_info()["kernels"][device]["paged_attention"]
     print(f"{kernels} kernels on {device}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
-    print("| | graph breaks | recompiles | pool-sized copies | eager, us | compiled, us |\n|---|---|---|---|---|---|")
+    titles = ["", "graph breaks", "recompiles", "pool-sized copies", "eager, us", "compiled, us"]
+    if device == "cuda":
+        titles.insert(4, "graph launches")
+    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     for f in findings:
-        if f.failure:
-            print(f"| {f.name} | {f.failure} | | | | |")
-            continue
-        counts = f"{f.graph_breaks} | {f.recompiles} | {f.pool_copies}"
-        print(f"| {f.name} | {counts} | {f.eager_us:.0f} | {f.compiled_us:.0f} |")
+        cells = [f.name, f.failure] + [""] * (len(titles) - 2)
+        if not f.failure:
+            launches = [f.graph_launches] if device == "cuda" else []
+            counts = [f.graph_breaks, f.recompiles, f.pool_copies, *launches]
+            cells = [f.name, *counts, f"{f.eager_us:.0f}", f"{f.compiled_us:.0f}"]
+        print(f"| {' | '.join(map(str, cells))} |")
     return 0 if all(f.is_healthy for f in findings) else 1
 
 

@@ -1,9 +1,9 @@
 """What ``torch.compile`` makes of the ops in this environment, and what a call costs: a small examination.
 
 Each op, and ``PagedAttention``, runs eager and compiled while lengths grow. Counted are torch's own graph
-breaks and recompiles, and the buffers of a pool's size in the code that was generated. Times are host
-microseconds of a call with little work in it, the least of a few rounds: what the op costs before it does
-anything.
+breaks and recompiles, the buffers of a pool's size in the code that was generated, and on CUDA the launches
+of CUDA graphs in a call that ``mode="reduce-overhead"`` recorded. Times are host microseconds of a call with
+little work in it, the least of a few rounds: what the op costs before it does anything.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ class Finding:
     graph_breaks: int | None = None
     recompiles: int | None = None
     pool_copies: int | None = None
+    graph_launches: int | None = None  # on CUDA only
     eager_us: float | None = None
     compiled_us: float | None = None
     failure: str | None = None
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it compiled to one graph that serves every step and copies no pool."""
-        return self.failure is None and not (self.graph_breaks or self.recompiles or self.pool_copies)
+        """Whether it compiled to one graph that serves every step, copies no pool, and is launched as one on CUDA."""
+        is_amiss = self.graph_breaks or self.recompiles or self.pool_copies or self.graph_launches not in (None, 1)
+        return self.failure is None and not is_amiss
 
 
 def examine(device: str, progress: Callable[[str], None] = lambda text: None) -> Iterator[Finding]:
@@ -79,6 +81,9 @@ def _examine(name: str, call: Callable[[PagedBatch], Any], device: str, progress
             batch = _batch(_STEPS, device)
             found["eager_us"] = _host_us(call, batch, device)
             found["compiled_us"] = _host_us(compiled, batch, device)
+            if device == "cuda":
+                progress(f"{name}: recording a CUDA graph")
+                found["graph_launches"] = _count_graph_launches(call, device)
     except Exception as error:  # whatever is wrong with this environment is what there is to report
         return Finding(name, failure=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
     return Finding(name, **found)
@@ -91,6 +96,8 @@ def _batch(step: int, device: str) -> PagedBatch:
 
 def _calls(device: str) -> dict[str, Callable[[PagedBatch], Any]]:
     pools = [torch.zeros(_NUM_BLOCKS, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM, device=device) for _ in range(2)]
+    for pool in pools:  # torch records no CUDA graph of what writes to tensors that may move
+        torch._dynamo.mark_static_address(pool)
     query = torch.zeros(2, _HEADS, _HEAD_DIM, device=device)
     key = torch.zeros(2, _KV_HEADS, _HEAD_DIM, device=device)
     lse = torch.zeros(_HEADS, 2, device=device)
@@ -134,6 +141,24 @@ def _count_pool_copies(code: str) -> int:
     shapes = re.findall(r"= empty_strided_\w+\(\(([\d, ]*)\)", code)
     sizes = (torch.Size(int(size) for size in re.findall(r"\d+", shape)).numel() for shape in shapes)
     return sum(size >= _POOL_NUMEL for size in sizes)
+
+
+def _count_graph_launches(call: Callable[[PagedBatch], Any], device: str) -> int:
+    """Count the CUDA graphs that a call launches once ``reduce-overhead`` has recorded it."""
+    torch._dynamo.reset()
+    recorded = torch.compile(call, mode="reduce-overhead")
+
+    def step(number: int) -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        recorded(_batch(number, device))
+
+    for number in range(1, _STEPS):  # the first ones run eagerly, compile and record
+        step(number)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        step(_STEPS)
+        torch.cuda.synchronize()
+    return sum(event.count for event in profile.key_averages() if event.key.startswith("cudaGraphLaunch"))
 
 
 def _host_us(call: Callable[[PagedBatch], Any], batch: PagedBatch, device: str) -> float:

@@ -120,7 +120,8 @@ class Runner:
 
     Every step has room for max_batch sequences, and for its new tokens rounded up to a multiple of
     ROWS; what it does not use is padding. The number of tokens is a symbol in the compiled graph and
-    lengths are values on the device, so one graph serves all steps.
+    lengths are values on the device, so one graph serves all steps. On CUDA each number of rows is then
+    captured as a CUDA graph, and a step is one launch.
     """
 
     ROWS = 8  # matrix products cost as much for fewer
@@ -147,15 +148,28 @@ class Runner:
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.choose_tokens = choose_tokens
+        self.captured: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # by rows: graph and next tokens
 
     def compile(self) -> None:
-        """Compile a step, by running one without sequences: it does nothing to the pool."""
+        """Compile a step, and capture it on CUDA, by running one without sequences: the pool stays as it is."""
         self.choose_tokens = torch.compile(choose_tokens, fullgraph=True)
         inputs = self._inputs(len(self.input_ids))
         for tensor in (*inputs[:2], inputs[2].slot_mapping):
             torch._dynamo.mark_dynamic(tensor, 0)
         self.batch.update_([], [], [], block_size=self.cache.block_size)
         self._choose(inputs)
+        if self.model.device.type == "cuda":
+            for num_tokens in range(len(self.input_ids), 0, -self.ROWS):  # most rows first: the others fit their memory
+                self._capture(num_tokens)
+
+    def _capture(self, num_tokens: int) -> None:
+        inputs = self._inputs(num_tokens)
+        self._choose(inputs)  # kernels are loaded before the capture
+        memory = next((graph.pool() for graph, _ in self.captured.values()), None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory):
+            next_tokens = self._choose(inputs)
+        self.captured[len(inputs[0])] = graph, next_tokens
 
     def run(self, step: list[tuple[Sequence, int]]) -> list[int]:
         """Store the new tokens' keys and values, and return the next token of each sequence."""
@@ -172,7 +186,12 @@ class Runner:
             [num_new for _, num_new in step],
             block_size=self.cache.block_size,
         )
-        next_tokens = self._choose(self._inputs(len(token_ids)))
+        inputs = self._inputs(len(token_ids))
+        if len(inputs[0]) in self.captured:
+            graph, next_tokens = self.captured[len(inputs[0])]
+            graph.replay()  # it reads the inputs where they are
+        else:
+            next_tokens = self._choose(inputs)
         return next_tokens[: len(step)].tolist()
 
     def _inputs(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
@@ -201,6 +220,7 @@ class Outcome:
     fullest: dict[int, str] = dataclasses.field(default_factory=dict)  # block -> owner
     fullest_lengths: dict[str, int] = dataclasses.field(default_factory=dict)
     fullest_step: int = 0
+    cuda_graphs: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -244,4 +264,5 @@ def generate(
             f"{outcome.num_tokens} tokens, {outcome.num_tokens / outcome.seconds:.1f} a second"
         )
     outcome.num_preempted = scheduler.num_preempted
+    outcome.cuda_graphs = len(runner.captured)
     return outcome

@@ -192,6 +192,8 @@ def print_graphs(outcome: Outcome, graphs: int | None) -> None:
         f"of {min(outcome.step_sizes)} to {max(outcome.step_sizes)} new tokens and lengths up to "
         f"{outcome.longest}"
     )
+    if outcome.cuda_graphs:
+        print(f"CUDA graphs: {outcome.cuda_graphs}, one for each {Runner.ROWS} rows; a step was one launch")
 
 
 def check_tokens(

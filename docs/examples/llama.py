@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from torch_pagedkv import BlockAllocator, PagedAttention, PagedBatch, PagedKVCache, blocks_for
@@ -55,11 +56,19 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.width, config.kv_heads * config.head_dim, bias=False)
         self.wo = nn.Linear(config.heads * config.head_dim, config.width, bias=False)
         self.attention = PagedAttention(config.heads, config.head_dim, config.kv_heads)
+        self.fused = None  # see fuse_projections
+
+    def project(self, x, rope):
+        if self.fused is None:
+            query, key = (rotate(linear(x).unflatten(-1, (-1, self.head_dim)), rope) for linear in (self.wq, self.wk))
+            return query, key, self.wv(x)
+        rows, kv_heads = self.fused(x).unflatten(-1, (-1, self.head_dim)), self.attention.num_kv_heads
+        rotated = rotate(rows[:, :-kv_heads], rope)
+        return rotated[:, :-kv_heads], rotated[:, -kv_heads:], rows[:, -kv_heads:]
 
     def forward(self, x, rope, kv_cache, batch):
-        query = rotate(self.wq(x).unflatten(-1, (-1, self.head_dim)), rope)
-        key = rotate(self.wk(x).unflatten(-1, (-1, self.head_dim)), rope)
-        return self.wo(self.attention(query, key, self.wv(x), kv_cache, batch).flatten(1))
+        query, key, value = self.project(x, rope)
+        return self.wo(self.attention(query, key, value, kv_cache, batch).flatten(1))
 
 
 class FeedForward(nn.Module):
@@ -68,9 +77,11 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(config.width, config.hidden, bias=False)
         self.up = nn.Linear(config.width, config.hidden, bias=False)
         self.down = nn.Linear(config.hidden, config.width, bias=False)
+        self.fused = None
 
     def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = (self.gate(x), self.up(x)) if self.fused is None else self.fused(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -95,13 +106,48 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
 
+    def begin(self, tokens, positions):
+        return self.embed(tokens), rotation(positions, self.config)
+
+    def finish(self, x):
+        return self.head(self.norm(x))
+
     def forward(self, tokens, positions, pools, batch):
         """Return the logits of packed tokens [T]; ``pools[layer]`` gives the pair of pools of a layer."""
-        x, rope = self.embed(tokens), rotation(positions, self.config)
+        x, rope = self.begin(tokens, positions)
         for number, layer in enumerate(self.layers):
             key_cache, value_cache = pools[number]
             x = layer(x, rope, (key_cache, value_cache), batch)
-        return self.head(self.norm(x))
+        return self.finish(x)
+
+
+def compile_parts(model: Llama, **how) -> None:
+    """Compile a layer, which serves all layers, and what comes before and after them: much sooner done than the whole.
+
+    Pools have to be two tensors of their own for each layer.
+    """
+    model.begin, model.finish = (torch.compile(part, fullgraph=True, **how) for part in (model.begin, model.finish))
+    for layer in model.layers:
+        layer.compile(fullgraph=True, **how)
+
+
+def fused(*linears: nn.Linear) -> nn.Linear:
+    """Return one projection for several of the same rows: a GPU reads one large matrix faster than three."""
+    weights = [linear.weight for linear in linears]
+    # Of a weight that is spread over ranks column-wise, a rank has rows of its own.
+    weight = torch.cat([weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights])
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def fuse_projections(model: Llama) -> None:
+    """Put queries, keys and values into one matrix, and gate and up into another, in every layer."""
+    for layer in model.layers:
+        for module, names in ((layer.attention, ("wq", "wk", "wv")), (layer.feed_forward, ("gate", "up"))):
+            module.fused = fused(*(getattr(module, name) for name in names))
+            for name in names:
+                delattr(module, name)
 
 
 class LlamaWithBuffers(Llama):
@@ -113,6 +159,18 @@ class LlamaWithBuffers(Llama):
 
     def forward(self, tokens, positions, batch):
         return super().forward(tokens, positions, self.pool, batch)
+
+
+def decode_step(model: Llama, tokens: torch.Tensor, pools, batch: PagedBatch) -> torch.Tensor:
+    """Store the sequences' newest tokens and replace them by the next ones; return the logits.
+
+    Nothing goes through the host: compiled or captured once, it serves every step until a sequence
+    needs a block that its row of the table has not.
+    """
+    batch.advance_(block_size=pools[0][0].shape[1])
+    logits = model(tokens, batch.seqused_k - 1, pools, batch)
+    tokens.copy_(logits.argmax(-1))
+    return logits
 
 
 def make_pool(config: Config, device: str) -> torch.Tensor:
@@ -171,6 +229,8 @@ def main() -> int:
     args = parser.parse_args()
     prompts = [[1, 2, 3], [7] * 40, [5], list(range(100, 117)), [9, 8]]
     model, pools = build(args.pools, args.device)
+    for memory in pools:  # torch records no CUDA graph of what writes to arguments that may move
+        torch._dynamo.mark_static_address(getattr(memory, "storage", memory))
     expected = generate(model, pools, prompts, args.max_new_tokens, args.device)
     print(f"eager: {sum(map(len, expected))} tokens; compiling, once for each form of the batch ...", flush=True)
     compiled = torch.compile(model, fullgraph=True, mode=args.mode)
