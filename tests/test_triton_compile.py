@@ -175,9 +175,9 @@ def test_attention_fits_other_gpus(capability, variant, record):
         assert shared <= LIMITS[capability].shared_memory
 
 
-def write(dtype, pool, scale=None):
-    rows = torch.empty(64, 8, 128, dtype=dtype)
-    cache = torch.empty(8, 16, 8, 128, dtype=pool)
+def write(dtype, pool, scale=None, heads=8, dim=128):
+    rows = torch.empty(64, heads, dim, dtype=dtype)
+    cache = torch.empty(8, 16, heads, dim, dtype=pool)
     return rows, rows, cache, cache, torch.zeros(64, dtype=torch.int64), scale, scale
 
 
@@ -193,6 +193,7 @@ def others(stem: str) -> list[tuple]:
     return {
         "reshape_and_cache": [
             write(BF16, BF16), write(BF16, E4M3, torch.ones(8)), write(E5M2, E5M2),
+            write(BF16, BF16, heads=2, dim=72), write(BF16, BF16, heads=4, dim=40),
         ],
         "gather_kv": [
             (gathered, gathered, cache, cache, table, lengths, None, None),

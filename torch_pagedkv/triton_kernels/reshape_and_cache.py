@@ -28,9 +28,10 @@ def _store_row(
     cache += (slot // block_size) * pool_strides.block + (slot % block_size) * pool_strides.token
     for start in tl.static_range(0, NUM_HEADS * HEAD_DIM, TILE):
         element = start + tl.arange(0, TILE)
-        head = element // HEAD_DIM
-        dim = element % HEAD_DIM
         mask = (element < NUM_HEADS * HEAD_DIM) & stored
+        head, dim = tl.zeros_like(element), element
+        if NUM_HEADS > 1:  # of a single run this would hide that it is one, and load 72 elements singly
+            head, dim = element // HEAD_DIM, element % HEAD_DIM
         x = tl.load(source + head.to(tl.int64) * source_strides.head + dim, mask=mask)
         if FORMAT is not None:
             quotient = x.to(tl.float32)
