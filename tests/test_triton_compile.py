@@ -254,3 +254,10 @@ def test_batch_contents_compile_nothing_anew(record):
         "packed": 2, "decode": 1, "splits": 1, "slots": 1, "write": 1,
     }  # fmt: skip
     assert seen["decode"] == seen["splits"]
+
+
+@pytest.mark.parametrize(("num_blocks", "wide"), [(2**16, False), (2**17, True)])
+def test_offsets_take_64_bits_where_a_pool_reaches_that_far(num_blocks, wide, record):
+    arguments = list(attention())
+    arguments[3] = arguments[4] = torch.empty(num_blocks, 16, 8, 128, dtype=BF16, device="meta")
+    assert {launch.named["WIDE"] for launch in record("paged_attention", *arguments)} == {wide}
