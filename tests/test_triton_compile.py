@@ -30,10 +30,10 @@ from torch_pagedkv.triton_kernels import attention_tiles  # noqa: E402
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMITS = {
-    80: attention_tiles.DeviceLimits(108, 166912, warp_groups=False, converts_float8=False),
-    86: attention_tiles.DeviceLimits(84, 101376, warp_groups=False, converts_float8=False),
-    90: attention_tiles.DeviceLimits(132, 232448, warp_groups=True, converts_float8=True),
-    100: attention_tiles.DeviceLimits(148, 232448, warp_groups=True, converts_float8=True),
+    80: attention_tiles.DeviceLimits(108, 166912, warp_groups=False, converts_float8=False, registers=65536),
+    86: attention_tiles.DeviceLimits(84, 101376, warp_groups=False, converts_float8=False, registers=65536),
+    90: attention_tiles.DeviceLimits(132, 232448, warp_groups=True, converts_float8=True, registers=65536),
+    100: attention_tiles.DeviceLimits(148, 232448, warp_groups=True, converts_float8=True, registers=65536),
     942: attention_tiles.DeviceLimits(304, 65536, warp_groups=False, converts_float8=False),
 }
 # Other versions bring other assemblers, which may put a word or two aside.
@@ -96,6 +96,18 @@ def disassemble(compiled, tmp_path) -> tuple[str, int, int]:
     return dump("--dump-sass"), int(usage[1]), int(usage[2])
 
 
+def spills_where_it_multiplies(code: str) -> list[str]:
+    """Return what the loops with matrix products keep in memory for want of registers."""
+    lines = [(int(place, 16), line) for place, line in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", code)]
+    jumps = [(re.search(r"BRA.* 0x([0-9a-f]+)", line), place) for place, line in lines]
+    found = []
+    for start, stop in [(int(jump[1], 16), place) for jump, place in jumps if jump and int(jump[1], 16) < place]:
+        body = [line for place, line in lines if start <= place <= stop]
+        if any("MMA" in line for line in body):
+            found += [line for line in body if re.search(r"\b(LDL|STL)\b", line)]
+    return found
+
+
 def attention(
     *, dtype=BF16, pool=None, heads=32, kv_heads=8, dim=128, block_size=16, packed=True,
     tokens=4096, sequences=4, columns=512, options=False, num_splits=0, layout="NHD",
@@ -140,7 +152,8 @@ def test_attention_on_sm_90_neither_spills_nor_waits_for_loads(name, record, tmp
     for launch in launches:
         compiled = launch.compile(90)
         code, registers, stack = disassemble(compiled, tmp_path)
-        assert stack <= SPILLED, f"{registers} registers"
+        assert stack <= SPILLED + 32 * (launch.options.get("maxnreg", 256) < 256), f"{registers} registers"
+        assert not spills_where_it_multiplies(code)
         assert compiled.metadata.shared <= LIMITS[90].shared_memory
         if "merge" in launch.kernel.__name__:
             continue

@@ -17,6 +17,7 @@ from torch_pagedkv.triton_kernels.attention_tiles import (
     block_dim,
     choose_splits,
     choose_tiles,
+    compiler_options,
     device_limits,
     heads_per_tile,
 )
@@ -284,7 +285,7 @@ def _plan(
         Launch(
             _attention_kernel, (programs, num_splits, 1), *arguments,
             tile.rows, tile.keys, tile.edge_keys, min(power, tile.keys), tile.is_long, tile.stages,
-            num_warps=tile.warps, num_stages=tile.stages,
+            **compiler_options(tile, limits),
         )
         for tile, programs in grids.items()
     )  # fmt: skip
