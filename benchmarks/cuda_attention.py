@@ -62,6 +62,16 @@ PREFILL = [
     Shape("1 x 8k", [8192], [8192]),
     Shape("8 x 2k", [2048] * 8, [2048] * 8),
     Shape("1k on 16k", [16384], [1024]),
+    Shape("1 x 8k, D 64", [8192], [8192], head_dim=64),
+    Shape("1 x 4k, D 96", [4096], [4096], head_dim=96),
+    Shape("1 x 4k, D 256", [4096], [4096], head_dim=256),
+    Shape("1 x 4k, e4m3 pool", [4096], [4096], pool=E4M3),
+    Shape("1 x 4k, block 1", [4096], [4096], block_size=1),
+    Shape("1 x 4k, block 48", [4096], [4096], block_size=48),
+    Shape("1 x 8k, block 128", [8192], [8192], block_size=128),
+    Shape("1 x 4k, HND", [4096], [4096], is_hnd=True),
+    Shape("1 x 8k, window 4096", [8192], [8192], window=4096),
+    Shape("1 x 4k, sinks", [4096], [4096], has_sinks=True),
 ]
 
 

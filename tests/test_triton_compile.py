@@ -31,10 +31,10 @@ from torch_pagedkv.triton_kernels import attention_tiles  # noqa: E402
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMITS = {
-    80: attention_tiles.DeviceLimits(108, 166912, warp_groups=False, converts_float8=False),
-    86: attention_tiles.DeviceLimits(84, 101376, warp_groups=False, converts_float8=False),
-    90: attention_tiles.DeviceLimits(132, 232448, warp_groups=True, converts_float8=True),
-    100: attention_tiles.DeviceLimits(148, 232448, warp_groups=True, converts_float8=True),
+    80: attention_tiles.DeviceLimits(108, 166912, warp_groups=False, converts_float8=False, registers=65536),
+    86: attention_tiles.DeviceLimits(84, 101376, warp_groups=False, converts_float8=False, registers=65536),
+    90: attention_tiles.DeviceLimits(132, 232448, warp_groups=True, converts_float8=True, registers=65536),
+    100: attention_tiles.DeviceLimits(148, 232448, warp_groups=True, converts_float8=True, registers=65536),
     942: attention_tiles.DeviceLimits(304, 65536, warp_groups=False, converts_float8=False),
 }
 # Other versions bring other assemblers, which may put a word or two aside.
@@ -98,6 +98,18 @@ def disassemble(compiled, tmp_path) -> tuple[str, int, int]:
     return dump("--dump-sass"), int(usage[1]), int(usage[2])
 
 
+def spills_where_it_multiplies(code: str) -> list[str]:
+    """Return what the loops with matrix products keep in memory for want of registers."""
+    lines = [(int(place, 16), line) for place, line in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", code)]
+    jumps = [(re.search(r"BRA.* 0x([0-9a-f]+)", line), place) for place, line in lines]
+    found = []
+    for start, stop in [(int(jump[1], 16), place) for jump, place in jumps if jump and int(jump[1], 16) < place]:
+        body = [line for place, line in lines if start <= place <= stop]
+        if any("MMA" in line for line in body):
+            found += [line for line in body if re.search(r"\b(LDL|STL)\b", line)]
+    return found
+
+
 def attention(
     *, dtype=BF16, pool=None, heads=32, kv_heads=8, dim=128, block_size=16, packed=True,
     tokens=4096, sequences=4, columns=512, options=False, num_splits=0, layout="NHD",
@@ -142,7 +154,10 @@ def test_attention_on_sm_90_neither_spills_nor_waits_for_loads(name, record, tmp
     for launch in launches:
         compiled = launch.compile(90)
         code, registers, stack = disassemble(compiled, tmp_path)
-        assert stack <= SPILLED, f"{registers} registers"
+        # Room for a second program is worth a few registers kept in memory, which the first cache holds.
+        is_capped = launch.options.get("maxnreg", 256) < 256
+        assert stack <= SPILLED + 160 * is_capped, f"{registers} registers"
+        assert len(spills_where_it_multiplies(code)) <= 24 * is_capped
         assert compiled.metadata.shared <= LIMITS[90].shared_memory
         if "merge" in launch.kernel.__name__:
             continue
@@ -177,9 +192,9 @@ def test_attention_fits_other_gpus(capability, variant, record):
         assert shared <= LIMITS[capability].shared_memory
 
 
-def write(dtype, pool, scale=None):
-    rows = torch.empty(64, 8, 128, dtype=dtype)
-    cache = torch.empty(8, 16, 8, 128, dtype=pool)
+def write(dtype, pool, scale=None, heads=8, dim=128):
+    rows = torch.empty(64, heads, dim, dtype=dtype)
+    cache = torch.empty(8, 16, heads, dim, dtype=pool)
     return rows, rows, cache, cache, torch.zeros(64, dtype=torch.int64), scale, scale
 
 
@@ -200,6 +215,7 @@ def others(stem: str) -> list[tuple]:
     return {
         "reshape_and_cache": [
             write(BF16, BF16), write(BF16, E4M3, torch.ones(8)), write(E5M2, E5M2),
+            write(BF16, BF16, heads=2, dim=72), write(BF16, BF16, heads=4, dim=40),
         ],
         "gather_kv": [
             (gathered, gathered, cache, cache, table, lengths, None, None),
@@ -265,3 +281,10 @@ def test_batch_contents_compile_nothing_anew(record):
         "packed": 2, "decode": 1, "splits": 1, "slots": 1, "write": 1, "prefix": 2,
     }  # fmt: skip
     assert seen["decode"] == seen["splits"]
+
+
+@pytest.mark.parametrize(("num_blocks", "wide"), [(2**16, False), (2**17, True)])
+def test_offsets_take_64_bits_where_a_pool_reaches_that_far(num_blocks, wide, record):
+    arguments = list(attention())
+    arguments[3] = arguments[4] = torch.empty(num_blocks, 16, 8, 128, dtype=BF16, device="meta")
+    assert {launch.named["WIDE"] for launch in record("paged_attention", *arguments)} == {wide}

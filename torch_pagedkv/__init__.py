@@ -18,6 +18,7 @@ from torch_pagedkv.cache import (
     locate,
     slot_of,
 )
+from torch_pagedkv.kernel_warmup import warmup
 from torch_pagedkv.nn import PagedAttention, cascade_attention
 from torch_pagedkv.ops import (
     compute_slot_mapping,
@@ -54,4 +55,5 @@ __all__ = [
     "paged_attention",
     "reshape_and_cache",
     "slot_of",
+    "warmup",
 ]

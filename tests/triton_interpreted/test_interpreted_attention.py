@@ -4,6 +4,13 @@ import torch
 
 from cases import BF16, PagedCase
 from pools import assert_same_bits
+from test_long_queries import (  # noqa: F401
+    LONG,
+    test_a_scale_that_is_not_positive,
+    test_scores_of_any_size_are_weighed_and_change_no_bit_of_other_rows,
+)
+from test_long_queries import test_equals_float64_reference as test_long_queries_equal_reference  # noqa: F401
+from test_long_queries import test_hidden_keys_change_no_bit_of_a_row as test_hidden_keys_of_long_queries  # noqa: F401
 from test_paged_attention import (  # noqa: F401
     attend,
     test_a_window_as_long_as_the_sequence_is_no_window,
@@ -20,6 +27,7 @@ from test_paged_attention import (  # noqa: F401
     test_visible_values_that_are_not_finite_reach_the_output,
     test_window_of_one_token_returns_its_own_value,
 )
+from torch_pagedkv.triton_kernels import paged_attention
 from torch_pagedkv.triton_kernels.paged_attention import launch
 
 
@@ -35,3 +43,11 @@ def test_long_only_leaves_short_sequences_alone():
     assert_same_bits(out[is_long], expected[is_long])
     assert_same_bits(lse[:, is_long], expected_lse[:, is_long])
     assert out[~is_long].isnan().all() and lse[:, ~is_long].isnan().all()
+
+
+def test_offsets_of_64_bits_change_no_bit(monkeypatch):
+    batch = LONG.with_(block_size=48, layout="HND").build("cpu")
+    expected = attend(batch)
+    monkeypatch.setattr(paged_attention, "_reach", lambda cache: 2**31)
+    for actual, wanted in zip(attend(batch), expected, strict=True):
+        assert_same_bits(actual, wanted)

@@ -60,7 +60,9 @@ def lanes_of_write(source: torch.Tensor, cache: torch.Tensor) -> RowLanes:
     tile = row_tile(source, cache, 0)
     warps = warps_for(tile.elements * source.element_size())
     num_heads, head_dim = cache.shape[2:]
-    strides = [*source.stride()[:2], *cache.stride()[:3]]
+    strides = [source.stride(0), *cache.stride()[:2]]
+    if tile.heads > 1:
+        strides += [source.stride(1), cache.stride(2)]
     # Neighbours of a head are neighbours in memory: as many as a power of two divides its size into.
     together = tile.head_dim & -tile.head_dim if all(s % _ALIGNED == 0 for s in strides) else 1
     # 16 bytes of whichever side has the narrower elements, and no more than what there is to deal.

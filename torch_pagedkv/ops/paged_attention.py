@@ -28,6 +28,7 @@ from torch_pagedkv.ops.argument_checks import (
     check_tensors,
     differ,
 )
+from torch_pagedkv.ops.checked_once import checked_once
 from torch_pagedkv.ops.kernel_choice import (
     CUDA_ROWS,
     cuda_attention_takes,
@@ -245,6 +246,11 @@ def _check(query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, 
     check_scales(_NAME, key_cache, is_fp8, options.k_scale, options.v_scale)
 
 
+@checked_once
+def _check_once(query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, *options) -> None:
+    _check(query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, _Options(*options))
+
+
 def _checked(run: Callable[..., tuple[torch.Tensor, torch.Tensor]], *, refuses: bool = False) -> Callable[..., Any]:
     """Put the schema's defaults and the checks before ``run(query, batch, options)``.
 
@@ -334,10 +340,10 @@ def _cuda(query, batch, options):
         if are_short and kernel(*arguments):
             return out, lse
         takes_short = not are_short and cuda_attention_takes()(query, *batch[:3])
-    _check(query, *batch, options)
+    looks = _check_once(query, *batch, *options)
     # Only the device knows lengths. Triton writes the rows of longer sequences, then CUDA C++ those of
     # the others; a sequence's own rows alone decide, so its bits do not depend on its batch.
-    triton_launcher(_NAME)(out, lse, query, *batch, *options, long_only=takes_short)
+    triton_launcher(_NAME)(out, lse, query, *batch, *options, long_only=takes_short, looks=looks)
     if takes_short:
         kernel(*arguments)
     return out, lse

@@ -20,6 +20,7 @@ from torch_pagedkv.ops.argument_checks import (
     exceeds,
     fix_storage_offsets,
 )
+from torch_pagedkv.ops.checked_once import checked_once
 from torch_pagedkv.ops.kernel_choice import cuda_kernel, native_kernel, triton_launcher
 from torch_pagedkv.ops.registration import register_op
 
@@ -117,6 +118,9 @@ def _check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale) -
     check_scales(_NAME, key_cache, is_fp8 and key.dtype not in FP8_DTYPES, k_scale, v_scale)
 
 
+_check_once = checked_once(_check)
+
+
 def _cpu(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_scale=None) -> None:
     arguments = (key, value, key_cache, value_cache, slot_mapping)
     kernel = native_kernel(_NAME)
@@ -129,12 +133,13 @@ def _cpu(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_sc
 def _cuda(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_scale=None) -> None:
     arguments = (key, value, key_cache, value_cache, slot_mapping)
     kernel = None if slot_mapping is None else cuda_kernel(_NAME, slot_mapping.get_device())
+    looks = None
     if kernel is None or value_checking.enabled:
-        _check(*arguments, k_scale, v_scale)
+        looks = _check_once(*arguments, k_scale, v_scale)
     if value_checking.enabled:
         value_checking.check_write(_NAME, slot_mapping, key_cache)
     if kernel is None:
-        return triton_launcher(_NAME)(*arguments, k_scale, v_scale)
+        return triton_launcher(_NAME)(*arguments, k_scale, v_scale, looks)
     _run(kernel, arguments, k_scale, v_scale)
 
 

@@ -19,6 +19,7 @@ class DeviceLimits(NamedTuple):
     shared_memory: int  # bytes that one program may have
     warp_groups: bool  # matrix units that read shared memory and leave registers to softmax
     converts_float8: bool
+    registers: int = 0  # of a multiprocessor; 0: the compiler takes no limit
 
 
 class Tile(NamedTuple):
@@ -30,6 +31,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int  # of the software pipeline
     is_long: bool = False
+    resident: int = 1  # programs that registers leave a multiprocessor room for
 
 
 @functools.cache
@@ -43,7 +45,16 @@ def device_limits(device: torch.device) -> DeviceLimits:
         getattr(properties, "shared_memory_per_block_optin", 65536),
         warp_groups=capability in ((9, 0), (10, 0), (10, 3)),
         converts_float8=capability >= (8, 9),
+        registers=0 if torch.version.hip else getattr(properties, "regs_per_multiprocessor", 0),
     )
+
+
+def compiler_options(tile: Tile, limits: DeviceLimits) -> dict[str, int]:
+    """Return the options to compile a tile with."""
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if tile.resident > 1 and limits.registers:
+        options["maxnreg"] = limits.registers // (tile.resident * 32 * tile.warps)
+    return options
 
 
 @functools.cache
@@ -84,8 +95,9 @@ def choose_tiles(
 ) -> tuple[Tile, Tile]:  # fmt: skip
     """Return the (short, long) tile of a model's shape.
 
-    A long tile is as large as registers allow without spilling; keys and values of the next steps
-    are in flight meanwhile. A short one has just the rows of a few tokens: what counts there is how
+    A long tile is high, so that keys that were loaded serve many rows, and as wide as registers
+    allow; up to 128 elements a head, one that leaves room for a second program: of two, one
+    multiplies while the other takes powers. A short one has just the rows of a few tokens: what counts there is how
     many bytes are in flight on a multiprocessor that runs several of them.
     """
     block_d, block_dv = block_dim(head_dim), block_dim(value_head_dim)
@@ -100,13 +112,17 @@ def choose_tiles(
         short = Tile(rows, keys, 16, 8, 2)
         long = Tile(max(rows, 64), 16, 16, 8, 1) if widest <= 64 else short._replace(stages=1)
     elif widest <= 64:
-        short, long = Tile(rows, 64, 32, warps, 4), Tile(128, 64, 32, 8, 3)
+        short, long = Tile(rows, 64, 32, warps, 4), Tile(128, 128, 32, 8, 2, resident=2)
+        if not limits.warp_groups:
+            long = Tile(128, 64, 32, 8, 3)
     elif widest <= 128:
-        short, long = Tile(rows, 64, 64, warps, 3), Tile(128, 128, 64, 8, 3)
+        short, long = Tile(rows, 64, 64, warps, 3), Tile(128, 64, 32, 8, 2, resident=2)
         if not limits.warp_groups:
             long = Tile(max(rows, 64), 64, 32, 4 if rows <= 64 else 8, 3)
     elif widest <= 256:
-        short, long = Tile(rows, 32, 32, warps, 3), Tile(max(rows, 64), 64, 16, 8, 2)
+        short, long = Tile(rows, 32, 32, warps, 3), Tile(128, 32, 16, 8, 2)
+        if not limits.warp_groups:
+            long = Tile(max(rows, 64), 64, 16, 8, 2)
     else:
         short, long = Tile(rows, 32, 16, warps, 2), Tile(max(rows, 32), 32, 16, 8, 2)
     width = block_d + block_dv

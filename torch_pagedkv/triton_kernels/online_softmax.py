@@ -1,38 +1,12 @@
 """The inner loop of attention: a tile of query rows meets the KV tiles of one sequence."""
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
 from torch_pagedkv.triton_kernels.fp8 import load_as
-from torch_pagedkv.triton_kernels.query_tiles import all_blocks_exist
-
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-FLOAT32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
-
-
-class ScoreTerms(NamedTuple):
-    """What makes a score of a product of query and key."""
-
-    scale: tl.tensor
-    softcap: tl.tensor
-    inverse_softcap: tl.tensor
-    slope: tl.tensor
-    position: tl.tensor
-
-
-@triton.jit
-def tanh(x):
-    # With exponentials of negative numbers only, nothing overflows. Near 0 the quotient cancels,
-    # and the odd Taylor polynomial is exact to float32 there.
-    size = tl.abs(x)
-    decayed = tl.exp2(size * (-2.0 * LOG2E))
-    quotient = (1.0 - decayed) / (1.0 + decayed)
-    square = x * x
-    series = 1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0)))
-    return tl.where(size < 0.2, x * series, tl.where(x < 0.0, -quotient, quotient))
+from torch_pagedkv.triton_kernels.query_tiles import Visible, all_blocks_exist
+from torch_pagedkv.triton_kernels.scores import LOG2E, scores_of
+from torch_pagedkv.triton_kernels.whole_tiles import fold_whole_tiles
 
 
 @triton.jit
@@ -127,23 +101,6 @@ def _load_rows(
 
 
 @triton.jit
-def _scores(
-    query, key, position, scale, terms, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr
-):  # fmt: skip
-    """Scaled, capped and biased products; finite unless query or key holds a NaN."""
-    scores = scale * tl.dot(query, tl.trans(key), input_precision="ieee")
-    # An overflowed score is still a score: a row whose only key has one takes that key's value.
-    scores = tl.clamp(scores, -FLOAT32_MAX, FLOAT32_MAX, propagate_nan=tl.PropagateNan.ALL)
-    if HAS_SOFTCAP:
-        scores = terms.softcap * tanh(scores * terms.inverse_softcap)
-    if HAS_SLOPES:
-        distance = position[None, :] - terms.position[:, None]
-        scores += terms.slope[:, None] * distance.to(tl.float32)
-        scores = tl.clamp(scores, -FLOAT32_MAX, FLOAT32_MAX, propagate_nan=tl.PropagateNan.ALL)
-    return scores
-
-
-@triton.jit
 def _add_nonfinite_values(
     acc, first, visible, values, table_row, strides, num_blocks, block_size,
     WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
@@ -170,9 +127,9 @@ def _add_nonfinite_values(
 
 @triton.jit
 def _fold(
-    acc, maximum, total, query, keys, values, table_row, visible, terms, key_strides, value_strides,
-    num_blocks, block_size, first_tile, stop_tile, skip_from, skipped,
-    EDGE: tl.constexpr, TRUSTED: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    acc, maximum, total, query, keys, values, table_row, rows, terms, key_strides, value_strides,
+    num_blocks, block_size, first_tile, stop_tile, whole_from, whole_to, skipped, redo,
+    EDGE: tl.constexpr, LONG: tl.constexpr, ONE_TOKEN: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     GRANULE: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr,
@@ -181,29 +138,27 @@ def _fold(
 ):  # fmt: skip
     """Fold KV tiles into the softmax state (acc, maximum, total) of a tile of rows.
 
-    EDGE: the tiles hold keys that some row may not see. Otherwise every row sees all, except, if
-    not TRUSTED, keys whose table entry names no block. Tiles [first_tile, stop_tile) are visited,
-    without ``skipped`` of them from ``skip_from`` on.
+    EDGE: the tiles hold keys that some row may not see. Otherwise every row sees all, except keys
+    whose table entry names no block. Tiles [first_tile, stop_tile) are visited, without ``skipped``
+    of them from ``whole_from`` on. If LONG, only the rows ``redo`` take those in [whole_from, whole_to).
     """
     DTYPE: tl.constexpr = query.dtype
     for index in tl.range(first_tile, stop_tile - skipped, num_stages=STAGES):
+        visible = rows
         tile = index
         if EDGE:
-            tile = tl.where(index < skip_from, index, index + skipped)
+            tile = tl.where(index < whole_from, index, index + skipped)
+        if LONG:
+            is_whole = (tile >= whole_from) & (tile < whole_to)
+            upper = tl.where(redo | ~is_whole, rows.upper, 0)
+            visible = Visible(rows.lower, upper, rows.lowest, rows.highest)
         position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         key_place, value_place, loaded = _locate(
             tile, table_row, visible.lowest, visible.highest, num_blocks, block_size,
             key_strides, value_strides, EDGE, BLOCK_N, GRANULE, POWER_BLOCK_SIZE,
             KEY_ALIGNMENT, VALUE_ALIGNMENT,
         )  # fmt: skip
-        scale = terms.scale
-        if TRUSTED and not EDGE:
-            # Always terms.scale here. Table entries that reach the scores on this way too get no
-            # stage of the pipeline for themselves; keys and values need them all.
-            scale = tl.where(tl.max(loaded.to(tl.int32), 0) == 1, scale, 0.0)
-            loaded = None
-
-        REPLACES: tl.constexpr = EDGE and not ONE_TOKEN
+        REPLACES: tl.constexpr = EDGE and (LONG or not ONE_TOKEN)
         if REPLACES:
             # A key that one row sees and another does not: a weight of 0 would not hide its NaN.
             value = _load_rows(values, value_place, loaded, VALUE_DIM, BLOCK_DV, FORMAT, DTYPE)
@@ -211,19 +166,17 @@ def _fold(
             all_finite = tl.min(tl.min(finite.to(tl.int32), 1), 0) == 1
             value = tl.where(finite, value, 0.0)
         key = _load_rows(keys, key_place, loaded, KEY_DIM, BLOCK_D, FORMAT, DTYPE)
-        scores = _scores(query, key, position, scale, terms, HAS_SOFTCAP, HAS_SLOPES)
+        scores = scores_of(query, key, position, terms, HAS_SOFTCAP, HAS_SLOPES)
         if EDGE:
             seen = position[None, :] >= visible.lower[:, None]
             seen = seen & (position[None, :] < visible.upper[:, None]) & loaded[None, :]
             scores = tl.where(seen, scores, float("-inf"))
-        elif not TRUSTED:
+        else:
             scores = tl.where(loaded[None, :], scores, float("-inf"))
 
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        reference = new_maximum
-        if EDGE or not TRUSTED:
-            # A row that has seen no key yet: -inf minus -inf would be NaN.
-            reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        # A row that has seen no key yet: -inf minus -inf would be NaN.
+        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         # Differences are multiplied by log2(e), not scores: the largest score then has the weight 1
         # exactly, and no score can overflow by it.
         weights = tl.exp2((scores - reference[:, None]) * LOG2E)
@@ -250,45 +203,58 @@ def attend(
     LONG: tl.constexpr, ONE_TOKEN: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    GRANULE: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr,
-    KEY_ALIGNMENT: tl.constexpr, VALUE_ALIGNMENT: tl.constexpr, FORMAT: tl.constexpr,
+    GRANULE: tl.constexpr, BLOCK_SIZE: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr,
+    KEY_ALIGNMENT: tl.constexpr, VALUE_ALIGNMENT: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    WIDE: tl.constexpr, FORMAT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return the softmax state (acc, maximum, total) of a tile of rows over its KV tiles."""
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    inner_from, inner_to = tiles.inner_from, tiles.inner_to
-    if LONG:
-        # Looking once at all table entries keeps the inner loop free of masks.
-        first, stop = inner_from * BLOCK_N, inner_to * BLOCK_N
-        trusted = all_blocks_exist(table_row, first, stop, num_blocks, block_size)
-        inner_to = tl.where(trusted, inner_to, inner_from)
+    redo = tl.zeros([BLOCK_M], tl.int1)
     # Tiles that not every row sees whole are cut finer: less of them is computed in vain, and
     # masks and replaced values find the registers that they need.
     PARTS: tl.constexpr = BLOCK_N // EDGE_N
     EDGE_GRANULE: tl.constexpr = min(GRANULE, EDGE_N)
+    inner_from, inner_to = tiles.inner_from, tiles.inner_to
+    if LONG:
+        # Looking once at all table entries keeps the loop over whole tiles free of masks.
+        first, stop = inner_from * BLOCK_N, inner_to * BLOCK_N
+        trusted = all_blocks_exist(table_row, first, stop, num_blocks, block_size)
+        trusted = trusted & (terms.scale > 0.0) & (terms.scale < float("inf"))
+        inner_to = tl.where(trusted, inner_to, inner_from)
+        acc, maximum, total, redo = fold_whole_tiles(
+            query, keys, values, table_row, inner_from, inner_to, terms, key_strides, value_strides,
+            KEY_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BLOCK_SIZE,
+            KEY_ALIGNMENT, VALUE_ALIGNMENT, SAME_STRIDES, WIDE, FORMAT, HAS_SOFTCAP, HAS_SLOPES, STAGES,
+        )  # fmt: skip
     skipped = (inner_to - inner_from) * PARTS
     inner_part = inner_from * PARTS
     first_part = tl.minimum(tl.maximum(tiles.first * PARTS, visible.lowest // EDGE_N), inner_part)
     stop_part = tl.minimum(tl.cdiv(visible.highest, EDGE_N), tiles.stop * PARTS)
     stop_part = tl.maximum(stop_part, inner_to * PARTS)
+    if LONG:
+        skipped = tl.where(tl.max(redo.to(tl.int32), 0) == 1, 0, skipped)
     acc, maximum, total = _fold(
         acc, maximum, total, query, keys, values, table_row, visible, terms,
         key_strides, value_strides, num_blocks, block_size,
-        first_part, stop_part, inner_part, skipped,
-        True, False, ONE_TOKEN, KEY_DIM, VALUE_DIM, EDGE_N, BLOCK_D, BLOCK_DV,
+        first_part, stop_part, inner_part, inner_to * PARTS, skipped, redo,
+        True, LONG, ONE_TOKEN, KEY_DIM, VALUE_DIM, EDGE_N, BLOCK_D, BLOCK_DV,
         EDGE_GRANULE, POWER_BLOCK_SIZE, KEY_ALIGNMENT, VALUE_ALIGNMENT, FORMAT,
         HAS_SOFTCAP, HAS_SLOPES, 1,
     )  # fmt: skip
-    return _fold(
-        acc, maximum, total, query, keys, values, table_row, visible, terms,
-        key_strides, value_strides, num_blocks, block_size,
-        inner_from, inner_to, inner_to, 0,
-        False, LONG, ONE_TOKEN, KEY_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
-        GRANULE, POWER_BLOCK_SIZE, KEY_ALIGNMENT, VALUE_ALIGNMENT, FORMAT,
-        HAS_SOFTCAP, HAS_SLOPES, STAGES,
-    )  # fmt: skip
+    if LONG:
+        return acc, maximum, total
+    else:
+        return _fold(
+            acc, maximum, total, query, keys, values, table_row, visible, terms,
+            key_strides, value_strides, num_blocks, block_size,
+            inner_from, inner_to, inner_from, inner_to, 0, redo,
+            False, False, ONE_TOKEN, KEY_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
+            GRANULE, POWER_BLOCK_SIZE, KEY_ALIGNMENT, VALUE_ALIGNMENT, FORMAT,
+            HAS_SOFTCAP, HAS_SLOPES, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit

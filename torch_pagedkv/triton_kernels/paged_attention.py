@@ -17,14 +17,17 @@ from torch_pagedkv.triton_kernels.attention_tiles import (
     block_dim,
     choose_splits,
     choose_tiles,
+    compiler_options,
     device_limits,
     heads_per_tile,
 )
 from torch_pagedkv.triton_kernels.device_guard import device_of
 from torch_pagedkv.triton_kernels.fp8 import as_bytes, decoded_format
 from torch_pagedkv.triton_kernels.grid_sizes import cdiv
-from torch_pagedkv.triton_kernels.online_softmax import LOG2E, ScoreTerms, attend, finish
+from torch_pagedkv.triton_kernels.launches import Launch, remembered
+from torch_pagedkv.triton_kernels.online_softmax import attend, finish
 from torch_pagedkv.triton_kernels.query_tiles import take_keys, take_rows
+from torch_pagedkv.triton_kernels.scores import LOG2E, ScoreTerms
 from torch_pagedkv.triton_kernels.strides import per_head_stride, pool_strides, row_strides
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -84,8 +87,9 @@ def _attention_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FORMAT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHORT_ROWS: tl.constexpr,
-    POWER_BLOCK_SIZE: tl.constexpr, KEY_ALIGNMENT: tl.constexpr, VALUE_ALIGNMENT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, POWER_BLOCK_SIZE: tl.constexpr,
+    KEY_ALIGNMENT: tl.constexpr, VALUE_ALIGNMENT: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     EDGE_N: tl.constexpr, GRANULE: tl.constexpr, LONG: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
@@ -131,8 +135,9 @@ def _attention_kernel(
         block_table + sequence.to(tl.int64) * table_stride, tiles, visible, terms,
         key_strides, value_strides, num_blocks, block_size,
         LONG, cu_seqlens_q is None or TOKENS == 1, KEY_DIM, VALUE_DIM,
-        BLOCK_M, BLOCK_N, EDGE_N, BLOCK_D, BLOCK_DV, GRANULE, POWER_BLOCK_SIZE,
-        KEY_ALIGNMENT, VALUE_ALIGNMENT, FORMAT, HAS_SOFTCAP, alibi_slopes is not None, STAGES,
+        BLOCK_M, BLOCK_N, EDGE_N, BLOCK_D, BLOCK_DV, GRANULE, BLOCK_SIZE,
+        POWER_BLOCK_SIZE, KEY_ALIGNMENT, VALUE_ALIGNMENT, SAME_STRIDES,
+        WIDE, FORMAT, HAS_SOFTCAP, alibi_slopes is not None, STAGES,
     )  # fmt: skip
 
     if num_splits == 1:
@@ -206,20 +211,28 @@ def _alignment(cache: torch.Tensor) -> int:
     return math.gcd(16, cache.stride(0), cache.stride(1))
 
 
-def launch(
-    out, lse, query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, softmax_scale,
-    causal, window_left, window_right, softcap, alibi_slopes, sinks, k_scale, v_scale, num_splits,
-    long_only=False,
-) -> None:  # fmt: skip
-    """Launch the grids of a call; ``long_only``: what another kernel writes afterwards is left undefined.
+def _reach(cache: torch.Tensor) -> int:
+    """Return how many elements behind a pool's first one its last one lies, at most."""
+    return sum(size * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
 
-    That kernel takes the sequences of up to 16 rows for each KV head, and those of one token.
-    """
+
+class _Plan(NamedTuple):
+    """The launches of a call."""
+
+    num_splits: int
+    partial_elements: int
+    tiles: tuple[Launch, ...]
+    merge: Launch
+
+
+def _plan(
+    out, query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, softmax_scale,
+    causal, window_left, window_right, softcap, alibi_slopes, sinks, k_scale, v_scale, num_splits,
+    long_only,
+) -> _Plan:  # fmt: skip
     num_tokens, num_heads, value_dim = out.shape
     num_blocks, block_size, kv_heads, key_dim = key_cache.shape
     num_sequences, max_blocks = block_table.shape
-    if num_tokens == 0:
-        return
     max_positions = max_blocks * block_size
     if max_positions >= 2**31:
         raise NotImplementedError(
@@ -250,15 +263,10 @@ def launch(
         # The same sequences are short to both: one token's heads fill more than half of short.rows,
         # or else it is 16.
         del grids[short]
-    partials = lse
-    if num_splits > 1:
-        elements = num_splits * num_tokens * num_heads * (value_dim + 2)
-        partials = out.new_empty(elements, dtype=torch.float32)
+    key_strides, value_strides = pool_strides(key_cache), pool_strides(value_cache)
     power = block_size & -block_size  # the largest power of two that divides it
     arguments = (
-        out, lse, partials, query, as_bytes(key_cache), as_bytes(value_cache),
-        block_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
-        row_strides(query), pool_strides(key_cache), pool_strides(value_cache),
+        row_strides(query), key_strides, value_strides,
         VectorStrides(
             seqused_k.stride(0), cu_seqlens_q.stride(0) if packed else 0,
             per_head_stride(alibi_slopes), per_head_stride(sinks),
@@ -269,17 +277,56 @@ def launch(
         window_left, window_right, num_splits, least_tiles,
         kv_heads, group, tile_heads, key_dim, value_dim, block_dim(key_dim), block_dim(value_dim),
         decoded_format(key_cache.dtype, limits.converts_float8), softcap > 0.0, short.rows,
-        power if power == block_size else 0, _alignment(key_cache), _alignment(value_cache),
+        block_size, power if power == block_size else 0,
+        _alignment(key_cache), _alignment(value_cache), key_strides == value_strides,
+        max(_reach(key_cache), _reach(value_cache)) >= 2**31,
     )  # fmt: skip
+    tiles = tuple(
+        Launch(
+            _attention_kernel, (programs, num_splits, 1), *arguments,
+            tile.rows, tile.keys, tile.edge_keys, min(power, tile.keys), tile.is_long, tile.stages,
+            **compiler_options(tile, limits),
+        )
+        for tile, programs in grids.items()
+    )  # fmt: skip
+    merge = Launch(
+        _merge_splits_kernel, (num_tokens * num_heads, 1, 1),
+        per_head_stride(sinks), per_head_stride(v_scale), num_tokens, num_splits,
+        num_heads, group, value_dim, block_dim(value_dim), 16,
+    )  # fmt: skip
+    partial_elements = num_splits * num_tokens * num_heads * (value_dim + 2)
+    return _Plan(num_splits, partial_elements, tiles, merge)
+
+
+_plans = {}
+
+
+def launch(
+    out, lse, query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, softmax_scale,
+    causal, window_left, window_right, softcap, alibi_slopes, sinks, k_scale, v_scale, num_splits,
+    long_only=False, looks=None,
+) -> None:  # fmt: skip
+    """Launch the grids of a call; ``long_only``: what another kernel writes afterwards is left undefined.
+
+    That kernel takes the sequences of up to 16 rows for each KV head, and those of one token.
+    ``looks`` stand for all arguments but the outputs, in calls that look alike; None: plan anew.
+    """
+    if out.shape[0] == 0:
+        return
+    plan = remembered(
+        _plans, looks and (looks, long_only), _plan,
+        out, query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, softmax_scale,
+        causal, window_left, window_right, softcap, alibi_slopes, sinks, k_scale, v_scale,
+        num_splits, long_only,
+    )  # fmt: skip
+    partials = lse
+    if plan.num_splits > 1:
+        partials = out.new_empty(plan.partial_elements, dtype=torch.float32)
     with device_of(out):
-        for tile, programs in grids.items():
-            _attention_kernel[(programs, num_splits)](
-                *arguments, tile.rows, tile.keys, tile.edge_keys, min(power, tile.keys),
-                tile.is_long, tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+        for attend_tiles in plan.tiles:
+            attend_tiles(
+                out, lse, partials, query, as_bytes(key_cache), as_bytes(value_cache),
+                block_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
             )  # fmt: skip
-        if num_splits > 1:
-            _merge_splits_kernel[(num_tokens * num_heads,)](
-                out, lse, partials, sinks, v_scale, per_head_stride(sinks),
-                per_head_stride(v_scale), num_tokens, num_splits,
-                num_heads, group, value_dim, block_dim(value_dim), 16,
-            )  # fmt: skip
+        if plan.num_splits > 1:
+            plan.merge(out, lse, partials, sinks, v_scale)

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from torch_pagedkv.triton_kernels.device_guard import device_of
 from torch_pagedkv.triton_kernels.fp8 import FORMATS, as_bytes, float32_to_fp8, sign_bit
+from torch_pagedkv.triton_kernels.launches import Launch, remembered
 from torch_pagedkv.triton_kernels.row_tiles import row_tile, warps_for
 from torch_pagedkv.triton_kernels.strides import per_head_stride, pool_strides, row_strides
 
@@ -28,9 +29,10 @@ def _store_row(
     cache += (slot // block_size) * pool_strides.block + (slot % block_size) * pool_strides.token
     for start in tl.static_range(0, NUM_HEADS * HEAD_DIM, TILE):
         element = start + tl.arange(0, TILE)
-        head = element // HEAD_DIM
-        dim = element % HEAD_DIM
         mask = (element < NUM_HEADS * HEAD_DIM) & stored
+        head, dim = tl.zeros_like(element), element
+        if NUM_HEADS > 1:  # of a single run this would hide that it is one, and load 72 elements singly
+            head, dim = element // HEAD_DIM, element % HEAD_DIM
         x = tl.load(source + head.to(tl.int64) * source_strides.head + dim, mask=mask)
         if FORMAT is not None:
             quotient = x.to(tl.float32)
@@ -75,24 +77,36 @@ def _reshape_and_cache_kernel(
         )  # fmt: skip
 
 
-def launch(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale) -> None:
+def _plan(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale) -> Launch | None:
     num_tokens = slot_mapping.shape[0]
     num_blocks, block_size = key_cache.shape[:2]
     if num_tokens == 0 or num_blocks == 0:
-        return
+        return None
     k_scale_stride, v_scale_stride = per_head_stride(k_scale), per_head_stride(v_scale)
     key_tile = row_tile(key, key_cache, k_scale_stride)
     value_tile = row_tile(value, value_cache, v_scale_stride)
     widest_bytes = max(key_tile.elements, value_tile.elements) * key.element_size()
     quantises = key.dtype != key_cache.dtype
+    return Launch(
+        _reshape_and_cache_kernel, (num_tokens, 2, 1),
+        row_strides(key), row_strides(value), pool_strides(key_cache), pool_strides(value_cache),
+        slot_mapping.stride(0), k_scale_stride, v_scale_stride,
+        num_blocks * block_size, block_size, num_tokens if num_tokens <= _LONGEST_SCAN else 0,
+        *key_tile, *value_tile, FORMATS[key_cache.dtype] if quantises else None, _SCAN,
+        num_warps=warps_for(widest_bytes),
+    )  # fmt: skip
+
+
+_plans = {}
+
+
+def launch(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, looks=None) -> None:
+    tensors = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    store = remembered(_plans, looks, _plan, *tensors)
+    if store is None:
+        return
     with device_of(key_cache):
-        _reshape_and_cache_kernel[(num_tokens, 2)](
+        store(
             as_bytes(key), as_bytes(value), as_bytes(key_cache), as_bytes(value_cache),
             slot_mapping, k_scale, v_scale,
-            row_strides(key), row_strides(value),
-            pool_strides(key_cache), pool_strides(value_cache),
-            slot_mapping.stride(0), k_scale_stride, v_scale_stride,
-            num_blocks * block_size, block_size, num_tokens if num_tokens <= _LONGEST_SCAN else 0,
-            *key_tile, *value_tile, FORMATS[key_cache.dtype] if quantises else None, _SCAN,
-            num_warps=warps_for(widest_bytes),
         )  # fmt: skip

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch_pagedkv.triton_kernels.device_guard import device_of
 from torch_pagedkv.triton_kernels.fp8 import as_bytes, decoded_format, load_as
 from torch_pagedkv.triton_kernels.grid_sizes import next_power_of_2
-from torch_pagedkv.triton_kernels.online_softmax import tanh
+from torch_pagedkv.triton_kernels.scores import tanh
 from torch_pagedkv.triton_kernels.strides import per_head_stride, pool_strides, row_strides
 
 
