@@ -23,7 +23,7 @@ from torch_pagedkv.ops.argument_checks import (
     check_size,
     check_tensors,
 )
-from torch_pagedkv.ops.paged_attention import check_options
+from torch_pagedkv.ops.attention_options import check_options
 
 _OWNER = "trace_softmax"
 _LARGEST_TILE = 1024

@@ -17,7 +17,8 @@ from torch_pagedkv.ops.argument_checks import (
     check_per_head,
     check_scales,
 )
-from torch_pagedkv.ops.paged_attention import check_options, check_window, paged_attention
+from torch_pagedkv.ops.attention_options import check_options, check_window
+from torch_pagedkv.ops.paged_attention import paged_attention
 from torch_pagedkv.ops.reshape_and_cache import reshape_and_cache
 
 _OWNER = "PagedAttention"

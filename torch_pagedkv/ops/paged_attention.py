@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from torch_pagedkv import reference
 from torch_pagedkv.ops import value_checking
 from torch_pagedkv.ops.argument_checks import (
-    FLOAT32_SMALLEST,
     FLOAT_DTYPES,
     FP8_DTYPES,
     check_batch,
     check_dtype,
-    check_finite,
     check_integers,
     check_numbers,
     check_optional_tensors,
@@ -28,6 +26,7 @@ from torch_pagedkv.ops.argument_checks import (
     check_tensors,
     differ,
 )
+from torch_pagedkv.ops.attention_options import AttentionOptions, check_options, check_window
 from torch_pagedkv.ops.checked_once import checked_once
 from torch_pagedkv.ops.kernel_choice import (
     CUDA_ROWS,
@@ -180,47 +179,6 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-def check_window(op: str, window_size: tuple[int, int]) -> None:
-    """Refuse what is no (left, right) pair of -1 or more."""
-    if isinstance(window_size, list):  # as the dispatcher hands it on
-        window_size = tuple(window_size)
-    is_pair = isinstance(window_size, tuple) and len(window_size) == 2
-    if not is_pair or not (_is_side(window_size[0]) and _is_side(window_size[1])):
-        raise ValueError(f"{op}: window_size must be a pair (left, right) of integers >= -1, got {window_size!r}")
-
-
-def _is_side(side: object) -> bool:
-    return isinstance(side, int) and -1 <= side < 2**63
-
-
-def check_options(op: str, softmax_scale: float | None, softcap: float, num_splits: int) -> None:
-    """Refuse numbers that no kernel could honour."""
-    if softmax_scale is not None:
-        check_finite(op, "softmax_scale", softmax_scale)
-    check_finite(op, "softcap", softcap)
-    if softcap < 0.0:
-        raise ValueError(f"{op}: softcap must be >= 0 (0: off), got {softcap}")
-    if 0.0 < softcap < FLOAT32_SMALLEST:
-        raise ValueError(f"{op}: softcap must be 0 (off) or normal in float32, got {softcap}")
-    if num_splits < 0:
-        raise ValueError(f"{op}: num_splits must be >= 0 (0: the kernel chooses), got {num_splits}")
-
-
-class _Options(NamedTuple):
-    """What follows the tensors of the batch, in the order in which kernels take it."""
-
-    softmax_scale: float
-    causal: bool
-    window_left: int
-    window_right: int
-    softcap: float
-    alibi_slopes: torch.Tensor | None
-    sinks: torch.Tensor | None
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    num_splits: int
-
-
 def _check(query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, options) -> None:
     check_dtype(_NAME, "query", query, FLOAT_DTYPES)
     check_pools(_NAME, key_cache, value_cache, written=False)
@@ -248,7 +206,7 @@ def _check(query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, 
 
 @checked_once
 def _check_once(query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, *options) -> None:
-    _check(query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, _Options(*options))
+    _check(query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, AttentionOptions(*options))
 
 
 def _checked(run: Callable[..., tuple[torch.Tensor, torch.Tensor]], *, refuses: bool = False) -> Callable[..., Any]:
@@ -280,7 +238,7 @@ def _checked(run: Callable[..., tuple[torch.Tensor, torch.Tensor]], *, refuses: 
         left, right = window_size
         scale = max(query.shape[2], 1) ** -0.5 if softmax_scale is None else softmax_scale
         tensors = (alibi_slopes, sinks, k_scale, v_scale)
-        options = _Options(scale, causal, left, right, softcap, *tensors, num_splits)
+        options = AttentionOptions(scale, causal, left, right, softcap, *tensors, num_splits)
         batch = (key_cache, value_cache, block_table, seqused_k, cu_seqlens_q)
         if not refuses:
             _check(query, *batch, options)
@@ -308,21 +266,10 @@ def _cpu(query, batch, options):
         named = options._asdict()
         window_size = (named.pop("window_left"), named.pop("window_right"))
         return reference.paged_attention(query, *batch, window_size=window_size, **named)
-    options = _for_kernel(query, options)
+    options = options.for_kernel(_NAME, query)
     out, lse = _outputs(query, batch, options)
     kernel(out, lse, query, *batch, *options)
     return out, lse
-
-
-def _for_kernel(query, options: _Options) -> _Options:
-    """Check what a C++ kernel can not see, and give it float32 for each head."""
-    check_options(_NAME, options.softmax_scale, options.softcap, options.num_splits)
-    for name in ("alibi_slopes", "sinks"):
-        per_head = getattr(options, name)
-        if per_head is not None:
-            check_per_head(_NAME, name, per_head, query)
-            options = options._replace(**{name: per_head.float().contiguous()})
-    return options
 
 
 def _cuda(query, batch, options):
@@ -335,7 +282,7 @@ def _cuda(query, batch, options):
     kernel = cuda_kernel(_NAME, query.get_device())
     takes_short = kernel is not None
     if takes_short:
-        arguments = (out, lse, query, *batch, *_for_kernel(query, options))
+        arguments = (out, lse, query, *batch, *options.for_kernel(_NAME, query))
         are_short = batch[4] is None or query.shape[0] * query.shape[1] <= CUDA_ROWS * batch[0].shape[2]
         if are_short and kernel(*arguments):
             return out, lse
