@@ -48,6 +48,10 @@ struct SoftmaxState {
   float maximum, denominator;
 };
 
+// Rows of float32 of so many bytes are taken token by token over all KV heads, as they lie in memory; of
+// shorter ones, or of other elements, a head's are taken together.
+inline constexpr int64_t kWideRow = 512;
+
 struct Attention {
   TokenRows query;
   Pool key_pool, value_pool;
@@ -65,6 +69,10 @@ struct Attention {
   int64_t group() const { return query.heads / key_pool.num_kv_heads; }
   float score_scale(int64_t kv_head) const {
     return static_cast<float>(softmax_scale * k_scales[kv_head]);
+  }
+  // Whether the heads of a token are neighbours in both pools, in rows of float32 that are wide.
+  bool goes_by_token() const {
+    return goes_by_token(key_pool) && goes_by_token(value_pool);
   }
   // Floats of a row's partial result: its sums, its maximum and its denominator.
   int64_t partial_size() const { return value_pool.dim + 2; }
@@ -92,6 +100,10 @@ struct Attention {
   }
 
  private:
+  static bool goes_by_token(const Pool& pool) {
+    return pool.element_size == 4 && pool.row_bytes() >= kWideRow && pool.num_kv_heads > 1 &&
+           pool.head_stride == pool.row_bytes();
+  }
   char* out_row(int64_t token, int64_t head) const {
     return out + (token * query.heads + head) * value_pool.dim * query.element_size;
   }
@@ -212,8 +224,8 @@ inline int64_t scratch_bytes(const Attention& attention, int64_t few_rows, int64
   const auto floats = [](int64_t count) { return (count + 16) * 4; };
   // Queries, sums, state and ranges of each row; rows are padded to whole vectors and tiles.
   const int64_t states = 64 * 4;
-  const int64_t few = few_rows * (floats(key_dim) + floats(value_dim) + states) +
-                      (kFewRows + 16) * floats(kTile);
+  const int64_t few =
+      few_rows * (floats(key_dim) + floats(value_dim) + floats(kTile) + states) + kFewRows * 16;
   const int64_t many = (many_rows + 16) * (floats(key_dim) + floats(value_dim) + states) +
                        (many_rows + 16) * 2 * floats(kTile) +
                        kTile * (floats(key_dim) + 2 * floats(value_dim));

@@ -21,7 +21,8 @@ inline constexpr int64_t kChunkOfManyRows = 1024;
 inline constexpr int64_t kMostChunks = 64;
 // Of many rows, so many runs and chunks together: partial results stay small.
 inline constexpr int64_t kMostChunksOfManyRows = 16;
-// Tiles of all KV heads of an item, the present one and the next, share an L2 cache.
+// Tiles of all KV heads of an item, the present one and the next, share an L2 cache, where KV heads
+// are taken one after the other.
 inline constexpr int64_t kTileBytes = 256 * 1024;
 
 // Query tokens of a sequence, and the chunks of its KV positions that any of them sees.
@@ -144,7 +145,9 @@ class AttentionPlan {
   // As many KV heads as the cache holds, but no fewer items than keep all threads busy.
   void divide_heads(int64_t row_bytes) {
     const int64_t num_kv_heads = attention_.key_pool.num_kv_heads, group = attention_.group();
-    const int64_t most = std::max<int64_t>(1, kTileBytes / (kTile * row_bytes));
+    const int64_t most = attention_.goes_by_token()
+                             ? num_kv_heads
+                             : std::max<int64_t>(1, kTileBytes / (kTile * row_bytes));
     for (int64_t kv_heads = std::min(most, num_kv_heads);; kv_heads = (kv_heads + 1) / 2) {
       items_ = groups_ = partials_ = few_rows_ = many_rows_ = 0;
       for (AttentionRun& run : runs_) {

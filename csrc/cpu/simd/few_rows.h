@@ -5,11 +5,20 @@
 // All query heads of a KV head go through a key or value while it is in the fastest cache, and
 // meanwhile the same row of the next tile is fetched into the second one. KV heads are taken
 // together, tile by tile, because they share pages of memory.
+//
+// Where a token's heads are neighbours and their rows wide, keys and then values of a tile are taken in
+// the order of memory instead, all heads of a few tokens after those of the tokens before, and rows are
+// fetched a few tokens ahead.
 
 // Blocks of values whose elements are taken in several passes before the next: still in a cache then.
 inline constexpr int kBlocksAtOnce = 8;
 
-template <class Units>
+// Of wide rows: blocks that are taken of a head at once, and from what is computed to what is fetched.
+inline constexpr int kKeyBlocks = 1;
+inline constexpr int kValueBlocks = 2;
+inline constexpr int kBlocksAhead = 2;
+
+template <class Units, bool kByToken>
 class FewRows {
  public:
   FewRows(const Attention& attention, const AttentionItem& item, Carver carver)
@@ -27,7 +36,7 @@ class FewRows {
         sums_(carver.take<float>(item.kv_heads * row_blocks_ * kBlockRows * sum_units_)),
         blocks_of_rows_(carver.take<RowBlock>(item.kv_heads * row_blocks_)),
         ranges_(carver.take<KeyRange>(rows_)),
-        scores_(carver.take<float>(kTile * kBlockRows)),
+        scores_(carver.take<float>(item.kv_heads * row_blocks_ * kTile * kBlockRows)),
         row_(carver.take<float>(
             attention.key_pool.dim > attention.value_pool.dim ? padded(attention.key_pool.dim)
                                                               : padded(attention.value_pool.dim))),
@@ -145,33 +154,114 @@ class FewRows {
   }
 
   void take_tile(int64_t tile, const TileTokens& tokens, const TileTokens& next) {
-    const int begin = tokens.first / kBlockKeys;
-    const int end = (tokens.last + kBlockKeys - 1) / kBlockKeys;
     const bool is_uniform = place_tile(tile, tokens.first, tokens.last);
     const bool is_whole =
-        is_uniform && tokens.first == begin * kBlockKeys && tokens.last == end * kBlockKeys;
+        is_uniform && tokens.first % kBlockKeys == 0 && tokens.last % kBlockKeys == 0;
+    if constexpr (kByToken) {
+      take_by_token(tokens, next, is_uniform, is_whole);
+    } else {
+      take_by_head(tokens, next, is_uniform, is_whole);
+    }
+  }
+
+  void take_by_head(
+      const TileTokens& tokens, const TileTokens& next, bool is_uniform, bool is_whole) {
+    const int begin = tokens.begin_block(), end = tokens.end_block();
     for (int64_t head = 0; head < item_.kv_heads; ++head) {
-      const int64_t key_offset = head * attention_.key_pool.head_stride;
-      const int64_t value_offset = head * attention_.value_pool.head_stride;
-      keys_.take(tokens.keys, key_offset, tokens.first, tokens.last, false);
-      keys_.look_ahead(next.keys, key_offset);
-      values_.look_ahead(next.values, value_offset);
-      values_.take(tokens.values, value_offset, tokens.first, tokens.last, true);
-      const ScoreRule rule{
-          attention_.score_scale(item_.first_kv_head + head),
-          attention_.softcap,
-          attention_.softcap == 0.0f && !attention_.slopes.is_given()};
+      keys_.look_ahead(next.keys, key_offset(head));
+      values_.look_ahead(next.values, value_offset(head));
+      take_keys(head, tokens, begin, end);
+      take_values(head, tokens, begin, end);
+      const ScoreRule rule = rule_of(head);
       for (int64_t block = 0; block < row_blocks_; ++block) {
-        score(head, block, begin, end);
-        weigh(head, block, rule, begin, end, is_whole);
+        // The first block of rows to go through a tile fetches the next.
+        score(head, block, begin, end, block == 0);
+        weigh(head, block, rule, begin, end, is_whole, block == 0);
         if (is_uniform) {
-          add(head, block, begin, end);
+          add(head, block, begin, end, block == 0);
         } else {
-          add_row_by_row(head, block, tokens, value_offset);
-          values_.take(tokens.values, value_offset, tokens.first, tokens.last, true);
+          add_row_by_row(head, block, tokens, begin, end);
+          take_values(head, tokens, begin, end);
         }
       }
     }
+  }
+
+  void take_by_token(
+      const TileTokens& tokens, const TileTokens& next, bool is_uniform, bool is_whole) {
+    const int begin = tokens.begin_block(), end = tokens.end_block();
+    for (int from = begin; from < end; from += kKeyBlocks) {
+      const int to = from + kKeyBlocks < end ? from + kKeyBlocks : end;
+      int fetched = 0;
+      const char* const* const ahead =
+          ahead_of(tokens.keys, tokens, next.keys, next, from, to, fetched);
+      for (int64_t head = 0; head < item_.kv_heads; ++head) {
+        keys_.fetch_rows(ahead, key_offset(head), fetched);
+        take_keys(head, tokens, from, to);
+        for (int64_t block = 0; block < row_blocks_; ++block) score(head, block, from, to, false);
+      }
+    }
+    for (int64_t head = 0; head < item_.kv_heads; ++head) {
+      const ScoreRule rule = rule_of(head);
+      for (int64_t block = 0; block < row_blocks_; ++block) {
+        weigh(head, block, rule, begin, end, is_whole, false);
+      }
+    }
+    for (int from = begin; from < end; from += kValueBlocks) {
+      const int to = from + kValueBlocks < end ? from + kValueBlocks : end;
+      int fetched = 0;
+      const char* const* const ahead =
+          ahead_of(tokens.values, tokens, next.values, next, from, to, fetched);
+      for (int64_t head = 0; head < item_.kv_heads; ++head) {
+        values_.fetch_rows(ahead, value_offset(head), fetched);
+        if (is_uniform) take_values(head, tokens, from, to);
+        for (int64_t block = 0; block < row_blocks_; ++block) {
+          if (is_uniform) {
+            add(head, block, from, to, false);
+          } else {
+            add_row_by_row(head, block, tokens, from, to);
+          }
+        }
+      }
+    }
+  }
+
+  // The rows to fetch while blocks [from, to) of a tile are computed, and how many.
+  static const char* const* ahead_of(
+      const char* const* rows,
+      const TileTokens& tokens,
+      const char* const* next_rows,
+      const TileTokens& next,
+      int from,
+      int to,
+      int& count) {
+    int block = from + kBlocksAhead, end = tokens.end_block();
+    if (block >= end) {
+      block += next.begin_block() - end;
+      end = next.end_block();
+      rows = next_rows;
+    }
+    const int blocks = to - from < end - block ? to - from : end - block;
+    count = blocks > 0 ? blocks * kBlockKeys : 0;
+    return rows + block * kBlockKeys;
+  }
+
+  int64_t key_offset(int64_t head) const { return head * attention_.key_pool.head_stride; }
+  int64_t value_offset(int64_t head) const { return head * attention_.value_pool.head_stride; }
+
+  // Takes the rows of blocks [from, to).
+  void take_keys(int64_t head, const TileTokens& tokens, int from, int to) {
+    keys_.take(tokens.keys, key_offset(head), tokens.first_of(from), tokens.last_of(to), false);
+  }
+  void take_values(int64_t head, const TileTokens& tokens, int from, int to) {
+    values_.take(tokens.values, value_offset(head), tokens.first_of(from), tokens.last_of(to), true);
+  }
+
+  ScoreRule rule_of(int64_t head) const {
+    return {
+        attention_.score_scale(item_.first_kv_head + head),
+        attention_.softcap,
+        attention_.softcap == 0.0f && !attention_.slopes.is_given()};
   }
 
   int rows_in_block(int64_t block) const {
@@ -194,33 +284,47 @@ class FewRows {
   }
 
   template <int kRows>
-  void score_rows(const uint32_t* queries, int begin, int end, bool fetches) {
+  void score_rows(const uint32_t* queries, float* scores, int begin, int end, bool fetches) {
     for (int block = begin; block < end; ++block) {
       for (int n = 0; fetches && n < kBlockKeys; ++n) keys_.fetch(block * kBlockKeys + n);
       const char* const* const keys = keys_.rows + block * kBlockKeys;
       store(
-          scores_ + block * kLanes,
+          scores + block * kLanes,
           dot_block<Units, kRows>(queries, query_units_, keys, key_steps_));
     }
   }
 
-  // The first block of rows to go through a tile fetches the next.
-  void score(int64_t head, int64_t block, int begin, int end) {
+  void score(int64_t head, int64_t block, int begin, int end, bool fetches) {
     const uint32_t* const queries = queries_of(head, block * kBlockRows);
+    float* const scores = scores_of(head, block);
     with_rows(block, [&](auto rows) {
-      score_rows<decltype(rows)::value>(queries, begin, end, block == 0);
+      score_rows<decltype(rows)::value>(queries, scores, begin, end, fetches);
     });
   }
 
-  uint32_t* weights() const { return reinterpret_cast<uint32_t*>(scores_); }
+  // Those of one head and block of rows at a time, or of all of them.
+  float* scores_of(int64_t head, int64_t block) const {
+    return scores_ + (kByToken ? head * row_blocks_ + block : 0) * (kTile * kBlockRows);
+  }
+  uint32_t* weights_of(int64_t head, int64_t block) const {
+    return reinterpret_cast<uint32_t*>(scores_of(head, block));
+  }
 
   void weigh(
-      int64_t head, int64_t block, const ScoreRule& rule, int begin, int end, bool is_whole) {
+      int64_t head,
+      int64_t block,
+      const ScoreRule& rule,
+      int begin,
+      int end,
+      bool is_whole,
+      bool fetches) {
     RowBlock& rows = block_of(head, block);
-    const TileRows* const ahead = block == 0 ? &values_ : nullptr;
+    float* const scores = scores_of(head, block);
+    uint32_t* const weights = weights_of(head, block);
+    const TileRows* const ahead = fetches ? &values_ : nullptr;
     const Float decay =
-        is_whole ? weigh_block<Units, false>(rows, rule, scores_, weights(), begin, end, ahead)
-                 : weigh_block<Units, true>(rows, rule, scores_, weights(), begin, end, ahead);
+        is_whole ? weigh_block<Units, false>(rows, rule, scores, weights, begin, end, ahead)
+                 : weigh_block<Units, true>(rows, rule, scores, weights, begin, end, ahead);
     for (int i = 0; i < rows_in_block(block); ++i) {
       const float factor = decay[i * kBlockKeys];
       if (factor == 1.0f) continue;
@@ -268,25 +372,29 @@ class FewRows {
     }
   }
 
-  void add(int64_t head, int64_t block, int begin, int end) {
+  void add(int64_t head, int64_t block, int begin, int end, bool fetches) {
+    const uint32_t* const weights = weights_of(head, block);
     float* const sums = sums_of(head, block * kBlockRows);
     with_rows(block, [&](auto rows) {
       for (int from = begin; from < end; from += kBlocksAtOnce) {
         const int to = from + kBlocksAtOnce < end ? from + kBlocksAtOnce : end;
-        add_to_rows<decltype(rows)::value>(weights(), sums, from, to, block == 0);
+        add_to_rows<decltype(rows)::value>(weights, sums, from, to, fetches);
       }
     });
   }
 
-  // Rows that see different parts of the tile: each takes zeros for the values that it does not see.
-  void add_row_by_row(int64_t head, int64_t block, const TileTokens& tokens, int64_t offset) {
+  // Rows that see different parts of blocks [from, to): each takes zeros for the values that it does not
+  // see.
+  void add_row_by_row(int64_t head, int64_t block, const TileTokens& tokens, int from, int to) {
     const RowBlock& rows = block_of(head, block);
     for (int i = 0; i < rows_in_block(block); ++i) {
-      const int first = rows.low[i * kBlockKeys], last = rows.high[i * kBlockKeys];
+      const TileTokens seen{
+          tokens.keys, tokens.values, rows.low[i * kBlockKeys], rows.high[i * kBlockKeys]};
+      const int first = seen.first_of(from), last = seen.last_of(to);
       if (first >= last) continue;
-      values_.take(tokens.values, offset, first, last, true);
+      values_.take(tokens.values, value_offset(head), first, last, true);
       add_to_rows<1>(
-          weights() + i * (kBlockKeys / Units::kPair),
+          weights_of(head, block) + i * (kBlockKeys / Units::kPair),
           sums_of(head, block * kBlockRows + i),
           first / kBlockKeys,
           (last + kBlockKeys - 1) / kBlockKeys,

@@ -8,11 +8,15 @@ void attend_to(
     const AttentionItem& item,
     const AttentionItem* next,
     char* scratch) {
-  if (item.has_few_rows(attention)) {
-    FewRows<Units>(attention, item, Carver(scratch)).run(next);
-  } else {
-    ManyRows<Units>(attention, item, Carver(scratch)).run();
+  if (!item.has_few_rows(attention)) {
+    return ManyRows<Units>(attention, item, Carver(scratch)).run();
   }
+  if constexpr (Units::kBytes == 4) {
+    if (attention.goes_by_token()) {
+      return FewRows<Units, true>(attention, item, Carver(scratch)).run(next);
+    }
+  }
+  FewRows<Units, false>(attention, item, Carver(scratch)).run(next);
 }
 
 template <class Element>

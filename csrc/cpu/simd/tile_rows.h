@@ -9,6 +9,13 @@ struct TileTokens {
   const char** keys;
   const char** values;
   int first, last;
+
+  // Blocks of keys that have used positions.
+  int begin_block() const { return first / kBlockKeys; }
+  int end_block() const { return (last + kBlockKeys - 1) / kBlockKeys; }
+  // The used positions of blocks from or up to one.
+  int first_of(int begin) const { return begin * kBlockKeys > first ? begin * kBlockKeys : first; }
+  int last_of(int end) const { return end * kBlockKeys < last ? end * kBlockKeys : last; }
 };
 
 // Looks up the positions of a tile that are in `used`. Positions beside them in a block of keys get
@@ -59,13 +66,17 @@ class TileRows {
   // Takes [first, last) of the tokens. Other rows of whole blocks of keys are zeros or, where
   // `zeros` is not asked for, whatever the tokens say.
   void take(const char* const* tokens, int64_t head_offset, int first, int last, bool zeros) {
-    if (!is_padded_ && (!zeros || (first == 0 && last == kTile))) {
+    const int begin = first / kBlockKeys * kBlockKeys;
+    const int end = (last + kBlockKeys - 1) / kBlockKeys * kBlockKeys;
+    if (!is_padded_ && first == 0 && last == kTile) {
       // Quickly: while addresses are made, nothing is asked of the memory.
       for (int n = 0; n < kTile; ++n) rows[n] = tokens[n] + head_offset;
       return;
     }
-    const int begin = first / kBlockKeys * kBlockKeys;
-    const int end = (last + kBlockKeys - 1) / kBlockKeys * kBlockKeys;
+    if (!is_padded_ && (!zeros || (first == begin && last == end))) {
+      for (int n = begin; n < end; ++n) rows[n] = tokens[n] + head_offset;
+      return;
+    }
     for (int n = begin; n < end; ++n) {
       const bool is_used = first <= n && n < last;
       if (zeros && !is_used) {
@@ -89,6 +100,15 @@ class TileRows {
   void fetch(int n) const {
     for (int64_t line = 0; line < pool_bytes_; line += 64) {
       __builtin_prefetch(ahead_[n] + line, 0, 2);
+    }
+  }
+  // Fetches rows of whole blocks of keys, as above. (Inlined: the compiler takes a call that only fetches
+  // for one that does nothing.)
+  [[gnu::always_inline]] void fetch_rows(
+      const char* const* tokens, int64_t head_offset, int count) const {
+    for (int n = 0; n < count; ++n) {
+      const char* const row = tokens[n] + head_offset;
+      for (int64_t line = 0; line < pool_bytes_; line += 64) __builtin_prefetch(row + line, 0, 2);
     }
   }
   const char* zeros() const { return zeros_; }
