@@ -134,7 +134,7 @@ def test_which_kernels_read(query_lens, launched, takes, monkeypatch):
         launches.extend(["CUDA C++"] if takes else [])
         return takes
 
-    def launch(*arguments, long_only):
+    def launch(*arguments, long_only, looks):
         launches.append("Triton, long" if long_only else "Triton")
 
     monkeypatch.setattr(module, "cuda_kernel", lambda stem, device: kernel)
