@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.torch_version import TorchVersion
 
 import torch_pagedkv
 from cases import BF16, E4M3, PAGED, WRITE, PagedCase
@@ -44,11 +45,16 @@ def test_writes_equal_eager(case, device):
 
 
 @torch.no_grad()
-def test_order_of_writes_and_reads(device):
+@pytest.mark.parametrize("views", ["inside", "outside"])
+def test_order_of_writes_and_reads(views, device, request):
     """write, read, write, read in one graph: each read sees just the writes before it."""
+    if views == "outside" and TorchVersion(torch.__version__) < "2.12":
+        reason = "torch reads past views of one tensor that are given and mutated"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
 
-    def steps(query, keys, pools, batches):
+    def steps(query, keys, given, batches):
         outputs = []
+        pools = given[0] if views == "inside" else given
         for key, batch in zip(keys, batches):
             torch_pagedkv.reshape_and_cache(key, key * 2, *pools, batch.slot_mapping)
             read = torch_pagedkv.paged_attention(query, *pools, batch.block_table, batch.seqused_k)
@@ -62,9 +68,9 @@ def test_order_of_writes_and_reads(device):
     batches = [decode_batch([n, n], device) for n in (1, 1)]
     results = []
     for function in (steps, torch.compile(steps, fullgraph=True)):
-        pools = new_cache(1, device)
-        outputs = function(query, keys, pools[0], batches)
-        results.append([*outputs, pools.storage])
+        cache = new_cache(1, device)
+        outputs = function(query, keys, cache if views == "inside" else cache[0], batches)
+        results.append([*outputs, cache.storage])
     for actual, wanted in zip(*results):
         assert_same_bits(actual, wanted)
     assert not torch.equal(results[0][0], results[0][1])
