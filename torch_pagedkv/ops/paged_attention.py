@@ -127,21 +127,14 @@ def paged_attention(
     Source: PagedAttention (Kwon et al. 2023) over FlashAttention's online softmax (Dao et al. 2022);
     split keys as in Flash-Decoding; sinks as in GPT-OSS.
     """
-    if not (
-        isinstance(query, torch.Tensor)
-        and isinstance(key_cache, torch.Tensor)
-        and isinstance(value_cache, torch.Tensor)
-        and isinstance(block_table, torch.Tensor)
-        and isinstance(seqused_k, torch.Tensor)
-    ):
-        check_tensors(
-            _NAME,
-            query=query,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            block_table=block_table,
-            seqused_k=seqused_k,
-        )
+    check_tensors(
+        _NAME,
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_table=block_table,
+        seqused_k=seqused_k,
+    )
     check_optional_tensors(
         _NAME,
         cu_seqlens_q=cu_seqlens_q,
@@ -152,9 +145,8 @@ def paged_attention(
     )
     check_window(_NAME, window_size)
     softcap = 0.0 if softcap is None else softcap
-    if type(softcap) is not float:
-        check_numbers(_NAME, softcap=softcap)
-    if softmax_scale is not None and type(softmax_scale) is not float:
+    check_numbers(_NAME, softcap=softcap)
+    if softmax_scale is not None:
         check_numbers(_NAME, softmax_scale=softmax_scale)
     check_integers(_NAME, num_splits=num_splits)
     if not isinstance(causal, bool):  # None would silently mean False
