@@ -28,15 +28,10 @@ struct Divisor {
     }
   }
 
-  // Two corrections by the exact remainder make a product with the rounded inverse a rounded
-  // quotient (Markstein 1990). Where the remainder is not exact or not finite the product stands:
-  // it is too small or too large for its last bits to matter.
+  // By a divisor of kind kNormal. Two corrections by the exact remainder make a product with the rounded
+  // inverse a rounded quotient (Markstein 1990). Where the remainder is not exact or not finite the
+  // product stands: it is too small or too large for its last bits to matter.
   TORCH_PAGEDKV_HOST_DEVICE float divide(float x) const {
-    if (kind == kOne) return x;
-    return kind == kNormal ? divide_by_normal(x) : x / value;
-  }
-
-  TORCH_PAGEDKV_HOST_DEVICE float divide_by_normal(float x) const {
     const float product = x * inverse;
     float quotient = product;
     quotient = fmaf(fmaf(-quotient, value, x), inverse, quotient);
@@ -79,7 +74,7 @@ __device__ inline void values_to_fp8(
         for (int i = 0; i < N; ++i) quotients[i] = values[i];
       } else {
 #pragma unroll
-        for (int i = 0; i < N; ++i) quotients[i] = divisor.divide_by_normal(values[i]);
+        for (int i = 0; i < N; ++i) quotients[i] = divisor.divide(values[i]);
       }
 #pragma unroll
       for (int word = 0; word < N / 4; ++word) {

@@ -13,12 +13,17 @@
 
 using namespace torch_pagedkv;
 
+float quotient_of(const Divisor& divisor, float value) {
+  if (divisor.kind == Divisor::kOne) return value;
+  return divisor.kind == Divisor::kNormal ? divisor.divide(value) : value / divisor.value;
+}
+
 template <class Format>
 long count_differences(const std::vector<float>& values, float scale) {
   const Divisor divisor(scale);
   long different = 0;
   for (const float value : values) {
-    const float quotient = divisor.divide(value);
+    const float quotient = quotient_of(divisor, value);
     const bool is_nan = quotient != quotient;
     if (is_nan != std::isnan(value / scale)) ++different;
     if (is_nan) continue;  // the kernel then takes float_to_fp8 itself
