@@ -27,6 +27,7 @@ EDGES = [
     PagedCase(name="block_size_7", kv_lens=[150, 9], dtype=BF16, pool_dtype=E4M3, block_size=7),
     PagedCase(name="block_size_528", kv_lens=[1500, 9], dtype=BF16, block_size=528),
     PagedCase(name="many_sequences", kv_lens=[3 + 11 * (i % 7) for i in range(300)], dtype=BF16, head_dim=16),
+    PagedCase(name="more_sequences", kv_lens=[3 + 11 * (i % 7) for i in range(600)], dtype=BF16, head_dim=16),
     PagedCase(name="one_long", kv_lens=[9000], dtype=BF16, num_heads=2, num_kv_heads=1, sinks=[0.3, -1.0]),
     PagedCase(name="all_options", kv_lens=[700, 20], dtype=BF16, alibi=True, sinks=[1.0, 0.0],
               options={"window_size": (300, 0), "softcap": 5.0}),

@@ -30,7 +30,7 @@ def test_constants_are_those_of_the_sources():
     assert constant("kThreads", write) == cuda_kernels.WRITE_THREADS
     assert constant("kLongestSearch", write) == cuda_kernels.SEARCHED_TOKENS
     assert constant("kRows", problem) == cuda_kernels.QUERY_ROWS
-    assert constant("kMostOfTeam", read) == cuda_kernels.MOST_OF_TEAM
+    assert constant("kMostOfTeam", problem) == cuda_kernels.MOST_OF_TEAM
     assert constant("kMostDecodeDim", problem) == cuda_kernels.WIDEST_HEAD
     for_fp8, for_floats = source("decode_variant.cuh").partition("kIsFp8")[2].split("else", 1)
     for is_fp8, text in ((True, for_fp8), (False, for_floats)):
@@ -58,23 +58,24 @@ def test_constants_are_those_of_the_sources():
         ("decode_tile.cuh", "kRowBytes = DIM * POOL::kElementBytes;"),
         ("decode_schedule.cuh", "first_tile = sequence.lowest / TILE;"),
         ("decode_schedule.cuh", "item = group * problem.team + member;"),
-        ("decode_attention.cuh", "problem, team, static_cast<int>(number - team * problem.team), place, first,"),
+        ("decode_attention.cuh", "problem, team, static_cast<int>(number - team * problem.team), starts.places["),
         ("decode_loader.cuh", "kPacks = TILE::kRowBytes / 16;"),
-        ("decode_loader.cuh", "tile = walk_.sequence.first_tile + segment_.first + index_++;"),
-        ("decode_loader.cuh", "position = tile * TILE::kKeys + static_cast<int>(threadIdx.x) % TILE::kKeys;"),
-        ("decode_loader.cuh", "kv_head = segment_.item / problem_.head_tiles;"),
+        ("decode_loader.cuh", "tile = work.sequence.first_tile + segment.first;"),
+        ("decode_loader.cuh", "position_ = tile * TILE::kKeys + static_cast<int>(threadIdx.x) % TILE::kKeys;"),
+        ("decode_loader.cuh", "const int position = position_; position_ += TILE::kKeys;"),
+        ("decode_schedule.cuh", ": segment.item / problem.head_tiles;"),
         ("decode_loader.cuh", "byte_(static_cast<int>(threadIdx.x) % kPacks * 16),"),
         ("decode_loader.cuh", "kRowsOfPass = 32 / kPacks; const int lane = threadIdx.x % 32, row = lane / kPacks;"),
         ("decode_loader.cuh", "swizzled<TILE::kRowBytes>(pass * kRowsOfPass + row, byte_);"),
         ("decode_loader.cuh", "row = (pass * 32 + static_cast<int>(threadIdx.x) % 32) / kPacks;"),
         ("decode_schedule.cuh", "max( quotient(total + problem.teams - 1, problem.teams), static_cast<int64_t>("),
-        ("paged_attention.cu", "constexpr int kLeastPositionsOfPart = 128;"),
+        ("paged_attention.cu", "constexpr int kLeastPositionsOfPart = 64;"),
         ("paged_attention.cu", "least_tiles = std::max(1, kLeastPositionsOfPart / variant.tile);"),
         ("paged_attention.cu", "if (query.scalar_type() == ScalarType::Float) return false;"),
         ("paged_attention.cu", "cache.size(3) * element % 16 == 0 && cache.size(3) <= kMostDecodeDim;"),
         ("paged_attention.cu", "(cache.size(dim) == 1 || cache.stride(dim) * element % 16 == 0);"),
-        ("paged_attention.cu", "head_tiles = (problem.group + kRows - 1) / kRows;"),
-        ("paged_attention.cu", "problem.team = std::min(items, kMostOfTeam); while (items % problem.team != 0) --"),
+        ("decode_problem.h", "head_tiles = (group + kRows - 1) / kRows;"),
+        ("decode_problem.h", "team = items < kMostOfTeam ? items : kMostOfTeam; while (items % team != 0) --team;"),
     ],
 )
 def test_steps_are_those_of_the_sources(name, step):

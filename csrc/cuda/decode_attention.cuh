@@ -59,7 +59,6 @@ class WarpReader {
       if (left == 0) {
         if (taken == loader_.works()) return;
         ++taken;
-        __syncwarp();  // the first lane has written the work
         begin(work, query, scales);
         state.clear();
         left = work.segment.count;
@@ -83,13 +82,14 @@ class WarpReader {
  private:
   // Loads the query, and keeps what makes the scores of each row.
   __device__ void begin(const Work& work, WarpQuery<TILE>& query, LaneRows<TILE>& scales) {
-    const ItemHeads heads(problem_, work.segment.item);
+    const ItemHeads heads(problem_, work.segment.item, work.segment.kv_head);
     query.load(problem_, work.sequence, heads.first, heads.count, shared_.terms);
     __syncwarp();
     const int row = threadIdx.x % 32;
     if (row < TILE::kRows) {
-      const int token = row / problem_.heads_of_tile;
-      const int head = heads.first + min(row % problem_.heads_of_tile, heads.count - 1);
+      const int token = problem_.token_of_row(row);
+      const int head =
+          heads.first + min(row - token * problem_.heads_of_tile, heads.count - 1);
       RowTerms& terms = shared_.terms[row];
       terms.scale *= problem_.softmax_scale * problem_.k_scales.at(heads.kv_head, 1.0f);
       terms.slope = problem_.slopes.at(head, 0.0f);
@@ -108,6 +108,11 @@ class WarpReader {
 
   // Writes the rows, or a part of them.
   __device__ void finish(const Work& work, const WarpState<TILE>& state, char* tile_memory) {
+    const ItemHeads heads(problem_, work.segment.item, work.segment.kv_head);
+    if (!work.segment.is_whole) {
+      write_part(work, heads, state);
+      return;
+    }
     float* const values = reinterpret_cast<float*>(tile_memory);
 #pragma unroll
     for (int column = 0; column < TILE::kColumns; ++column) {
@@ -115,36 +120,51 @@ class WarpReader {
       state.store(column, shared_.maximum, shared_.total, values);
       __syncwarp();
       const int row = threadIdx.x % 32 / 4;
-      const ItemHeads heads(problem_, work.segment.item);
       const RowPlace place(problem_, work.sequence, heads.first, heads.count, column * 8 + row);
-      if (place.exists) write_row(work.segment, heads, place, column * 8 + row, row, values);
+      if (place.exists) write_row(heads, place, row, values);
     }
   }
 
   // Writes a row by four lanes.
   __device__ void write_row(
-      const Segment& segment, const ItemHeads& heads, const RowPlace& place, int row,
-      int row_of_column, const float* values) {
+      const ItemHeads& heads, const RowPlace& place, int row_of_column, const float* values) {
     const int part = threadIdx.x % 4;
     const float maximum = shared_.maximum[row_of_column], total = shared_.total[row_of_column];
     const RowEnd end = end_of_row(problem_, place.head, heads.kv_head, maximum, total);
-    const PartialRow partial(problem_, segment.slot, row);
     for (int column = part * 4; column < problem_.value_dim; column += 16) {
       const float4 four =
           *reinterpret_cast<const float4*>(values + TILE::result_place(row_of_column, column));
-      if (segment.is_whole) {
-        const float ended[4] = {
-            end.value(four.x), end.value(four.y), end.value(four.z), end.value(four.w)};
-        store_four(problem_, place.out + column, ended);
-      } else {
-        *reinterpret_cast<float4*>(partial.values + column) = four;
-      }
+      const float ended[4] = {
+          end.value(four.x), end.value(four.y), end.value(four.z), end.value(four.w)};
+      store_four(problem_, place.out + column, ended);
     }
-    if (part != 0) return;
-    if (segment.is_whole) {
-      problem_.lse[place.lse] = end.lse;
-    } else {
-      *partial.maximum = maximum, *partial.total = total;
+    if (part == 0) problem_.lse[place.lse] = end.lse;
+  }
+
+  // Writes a part of the rows as it lies in the lanes: 8 of them have adjacent columns.
+  __device__ void write_part(
+      const Work& work, const ItemHeads& heads, const WarpState<TILE>& state) const {
+    const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int column = 0; column < TILE::kColumns; ++column) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float total = state.total_of(column, i);
+        const int row = row_of_lane(column, i);
+        const RowPlace place(problem_, work.sequence, heads.first, heads.count, row);
+        if (!place.exists) continue;
+        const PartialRow partial(
+            problem_, static_cast<int>(work.segment.slot) * problem_.rows_of_slot + row);
+        if (g == 0) *partial.maximum = state.maximum[column][i], *partial.total = total;
+#pragma unroll
+        for (int tile = 0; tile < TILE::kDim / 16; ++tile) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int at = TILE::Pool::column(tile, g, half);
+            if (at < problem_.value_dim) partial.values[at] = state.sums[tile][column][2 * half + i];
+          }
+        }
+      }
     }
   }
 
@@ -250,24 +270,26 @@ __device__ inline void write_padding(const DecodeProblem& problem) {
 // Where a warp goes, nowhere perhaps. Called by the whole CTA.
 template <int TILE, int THREADS>
 __device__ inline Walk<TILE> way_of_warp(const DecodeProblem& problem) {
-  __shared__ TileSums<TILE, THREADS> sums;
-  const int64_t number = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+  __shared__ TeamStarts<TILE, THREADS> starts;
+  const int64_t warps = blockDim.x / 32, first_warp = blockIdx.x * warps;
+  const int64_t number = first_warp + threadIdx.x / 32;
   if (problem.parts > 0) {  // a warp for each part; those of the items of a sequence are neighbours
-    const int64_t items = problem.items_of_sequence(), before = number / items;
-    const int64_t sequence = before / problem.parts;
+    const int64_t items = problem.items_of_sequence(), before = quotient(number, items);
+    const int64_t sequence = quotient(before, problem.parts);
     if (sequence >= problem.num_sequences) return Walk<TILE>{};
     return Walk<TILE>::through_part(
-        problem, static_cast<int>(sequence), static_cast<int>(number % items),
-        static_cast<int>(before % problem.parts));
+        problem, static_cast<int>(sequence), static_cast<int>(number - before * items),
+        static_cast<int>(before - sequence * problem.parts));
   }
-  sums.sum(problem);
-  if (blockIdx.x == 0 && problem.tiles_before != nullptr) sums.write(problem);
-  const int64_t team = quotient(number, problem.team), share = share_of_team(problem, sums.total);
-  const int64_t first = team * share, tiles = min(share, sums.total * problem.groups - first);
+  const int64_t first_team = problem.team_of_warp(first_warp);
+  const int64_t team = problem.team_of_warp(number);
+  starts.find(problem, first_team, problem.team_of_warp(first_warp + warps - 1));
+  const int64_t first = team * starts.share;
+  const int64_t tiles = min(starts.share, starts.total * problem.groups - first);
   if (team >= problem.teams || tiles <= 0) return Walk<TILE>{};
-  const Place place = sums.find(problem, first);
   return Walk<TILE>::through_share(
-      problem, team, static_cast<int>(number - team * problem.team), place, first, tiles);
+      problem, team, static_cast<int>(number - team * problem.team),
+      starts.places[team - first_team], first, tiles);
 }
 
 template <class TILE>

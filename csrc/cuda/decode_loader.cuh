@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "decode_schedule.cuh"
+#include "decode_output.cuh"
 #include "decode_tile.cuh"
 
 namespace torch_pagedkv {
@@ -23,8 +23,9 @@ class WarpLoader {
   static constexpr uint32_t kAllKeys = TILE::kKeys == 32 ? 0xFFFFFFFF : (1u << TILE::kKeys) - 1;
   static constexpr int kWorks = TILE::kStages + 1;  // of each tile on its way, and the one read
 
-  // What other parts of the warp read.
+  // What other parts of the warp read, and its way, which its first lane goes.
   struct Shared {
+    Walk<TILE::kKeys> walk;
     Work works[kWorks];
     uint32_t loaded[TILE::kStages];  // which keys of each stage were loaded
   };
@@ -32,19 +33,27 @@ class WarpLoader {
   __device__ WarpLoader(
       const DecodeProblem& problem, const Walk<TILE::kKeys>& walk, char* stages, Shared& shared)
       : problem_(problem),
-        walk_(walk),
-        segment_{},
-        index_(0),
+        has_more_(!walk.is_done()),
+        has_tile_(false),
         works_(0),
-        entry_{-1, -1, 0},
+        left_(0),
+        position_(0),
+        lowest_(0),
+        highest_(0),
+        row_(nullptr),
+        key_(nullptr),
+        value_(nullptr),
+        entry_{-1, 0, 0},
         stage_(TILE::kStages - 1),
         byte_(static_cast<int>(threadIdx.x) % kPacks * 16),
         stages_(stages),
-        shared_(shared) {}
+        shared_(shared) {
+    if (threadIdx.x % 32 == 0) shared.walk = walk;
+  }
 
   // Starts the copies of the tile that was looked up, and looks up the next one.
   __device__ void advance() {
-    if (entry_.kv_head >= 0) issue();
+    if (has_tile_) issue();
     commit_copies();
     stage_ = stage_ == TILE::kStages - 1 ? 0 : stage_ + 1;
     look_up();
@@ -54,75 +63,113 @@ class WarpLoader {
   __device__ int works() const { return works_; }
 
  private:
-  // The place of this lane's position of a tile.
+  // The place of this lane's position of a tile. What the table says is not looked at before it is used:
+  // it need not be here yet.
   struct Entry {
-    int kv_head;        // -1: there is no tile
-    int block, offset;  // block -1: the position is not loaded
+    int32_t block, upper;  // the words of the table's entry; all of a valid one's upper bits are 0
+    int offset;
+
+    __device__ bool is_in(int num_blocks) const {
+      return upper == 0 && static_cast<uint32_t>(block) < static_cast<uint32_t>(num_blocks);
+    }
   };
 
   // Reads the table's entries of a tile. Those of positions that no row sees are not read.
   __device__ void look_up() {
-    entry_ = {-1, -1, 0};
-    if (index_ == segment_.count) {
-      if (walk_.is_done()) return;
-      segment_ = walk_.next(problem_);
-      index_ = 0;
-      if (threadIdx.x % 32 == 0) shared_.works[works_ % kWorks] = {walk_.sequence, segment_};
-      ++works_;
+    if (left_ == 0) {
+      has_tile_ = has_more_;
+      if (!has_tile_) return;
+      begin_segment();
     }
-    const int tile = walk_.sequence.first_tile + segment_.first + index_++;
-    const int position = tile * TILE::kKeys + static_cast<int>(threadIdx.x) % TILE::kKeys;
-    entry_.kv_head = segment_.item / problem_.head_tiles;
-    if (position < walk_.sequence.lowest || position >= walk_.sequence.highest) return;
+    --left_;
+    const int position = position_;
+    position_ += TILE::kKeys;
+    entry_ = {-1, 0, 0};
+    if (position < lowest_ || position >= highest_) return;
     const int column = problem_.block_shift >= 0
                            ? position >> problem_.block_shift
                            : static_cast<int>(static_cast<uint32_t>(position) /
                                               static_cast<uint32_t>(problem_.block_size));
-    const char* const row = problem_.table + segment_.sequence * problem_.table_stride;
-    const int64_t block = problem_.table_is_wide ? reinterpret_cast<const int64_t*>(row)[column]
-                                                 : reinterpret_cast<const int32_t*>(row)[column];
-    if (block >= 0 && block < problem_.num_blocks) entry_.block = static_cast<int>(block);
+    const int64_t word = static_cast<int64_t>(column) * (problem_.table_is_wide ? 2 : 1);
+    entry_.block = row_[word];
+    if (problem_.table_is_wide) entry_.upper = row_[word + 1];
     entry_.offset = position - column * problem_.block_size;
+  }
+
+  __device__ void begin_segment() {
+    Work& work = shared_.works[works_ % kWorks];
+    if (threadIdx.x % 32 == 0) {
+      work.segment = shared_.walk.next(problem_);
+      work.sequence = shared_.walk.sequence;
+    }
+    __syncwarp();
+    ++works_;
+    has_more_ = !shared_.walk.is_done();
+    const Segment& segment = work.segment;
+    left_ = segment.count;
+    const int tile = work.sequence.first_tile + segment.first;
+    position_ = tile * TILE::kKeys + static_cast<int>(threadIdx.x) % TILE::kKeys;
+    lowest_ = work.sequence.lowest, highest_ = work.sequence.highest;
+    row_ = reinterpret_cast<const int32_t*>(
+        problem_.table + segment.sequence * problem_.table_stride);
+    key_ = problem_.keys.data + segment.kv_head * problem_.keys.head_stride + byte_;
+    value_ = problem_.values.data + segment.kv_head * problem_.values.head_stride + byte_;
+    fetch_query(work);
+  }
+
+  // Brings the segment's query rows nearer, two lanes for each.
+  __device__ void fetch_query(const Work& work) const {
+    const int lane = threadIdx.x % 32;
+    const ItemHeads heads(problem_, work.segment.item, work.segment.kv_head);
+    const RowPlace place(problem_, work.sequence, heads.first, heads.count, lane / 2);
+    if (!place.exists) return;
+    const char* const row = problem_.query + place.token * problem_.query_token_stride +
+                            place.head * problem_.query_head_stride;
+    for (int byte = lane % 2 * 128; byte < problem_.key_dim * 2; byte += 256) {
+      asm volatile("prefetch.global.L2 [%0];" :: "l"(row + byte));
+    }
   }
 
   // Rows that are not loaded become zeros.
   __device__ void issue() {
-    const uint32_t loaded = __ballot_sync(0xFFFFFFFF, entry_.block >= 0) & kAllKeys;
+    const uint32_t loaded =
+        __ballot_sync(0xFFFFFFFF, entry_.is_in(problem_.num_blocks)) & kAllKeys;
     if (threadIdx.x % 32 == 0) shared_.loaded[stage_] = loaded;
     char* const target = stages_ + stage_ * TILE::kStageBytes;
     const bool has_one_block = problem_.tiles_have_one_block && loaded == kAllKeys;
     if (__builtin_expect(has_one_block && problem_.rows_are_aligned, true)) {
-      copy_rows_of_one_block(target, entry_);
+      copy_rows_of_one_block(target);
     } else if (problem_.rows_are_aligned) {
-      copy_rows(target, entry_, loaded);
+      copy_rows(target, loaded);
     } else {
-      copy_elements(target, entry_, loaded);
+      copy_elements(target, loaded);
     }
   }
 
-  __device__ static int64_t place_of(const PoolRows& rows, const Entry& entry) {
-    return static_cast<int64_t>(entry.block) * rows.block_stride +
-           static_cast<int64_t>(entry.offset) * rows.offset_stride;
+  __device__ static int64_t place_of(const PoolRows& rows, int block, int offset) {
+    return block * rows.block_stride + offset * rows.offset_stride;
   }
 
-  __device__ void copy_rows_of_one_block(char* target, Entry entry) const {
+  __device__ void copy_rows_of_one_block(char* target) const {
     constexpr int kRowsOfPass = 32 / kPacks;
     const int lane = threadIdx.x % 32, row = lane / kPacks;
-    entry.offset += row - lane % TILE::kKeys;
-    const char* key = problem_.keys.data + entry.kv_head * problem_.keys.head_stride +
-                      place_of(problem_.keys, entry) + byte_;
-    const char* value = problem_.values.data + entry.kv_head * problem_.values.head_stride +
-                        place_of(problem_.values, entry) + byte_;
+    const int offset = entry_.offset + row - lane % TILE::kKeys;
     const bool reads_key = byte_ < problem_.keys.row_bytes;
     const bool reads_value = byte_ < problem_.values.row_bytes;
+    const char* key = key_ + place_of(problem_.keys, entry_.block, offset);
+    const char* value = value_ + place_of(problem_.values, entry_.block, offset);
+    if (!reads_key) key = problem_.keys.data;
+    if (!reads_value) value = problem_.values.data;
+    const int64_t key_step = reads_key ? kRowsOfPass * problem_.keys.offset_stride : 0;
+    const int64_t value_step = reads_value ? kRowsOfPass * problem_.values.offset_stride : 0;
     const uint32_t keys = shared_address(target), values = keys + TILE::kKeys * TILE::kRowBytes;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const uint32_t place = swizzled<TILE::kRowBytes>(pass * kRowsOfPass + row, byte_);
-      copy_async(keys + place, reads_key ? key : problem_.keys.data, reads_key);
-      copy_async(values + place, reads_value ? value : problem_.values.data, reads_value);
-      key += kRowsOfPass * problem_.keys.offset_stride;
-      value += kRowsOfPass * problem_.values.offset_stride;
+      copy_async(keys + place, key, reads_key);
+      copy_async(values + place, value, reads_value);
+      key += key_step;
+      value += value_step;
     }
   }
 
@@ -133,28 +180,23 @@ class WarpLoader {
   };
 
   __device__ Pieces pieces_of(
-      int pass, const Entry& entry, int64_t key_place, int64_t value_place, uint32_t loaded) const {
+      int pass, int64_t key_place, int64_t value_place, uint32_t loaded) const {
     const int row = (pass * 32 + static_cast<int>(threadIdx.x) % 32) / kPacks;
     const int64_t key = __shfl_sync(0xFFFFFFFF, key_place, row);
     const int64_t value = __shfl_sync(0xFFFFFFFF, value_place, row);
     const bool exists = loaded >> row & 1;
-    const int64_t key_head = entry.kv_head * problem_.keys.head_stride + byte_;
-    const int64_t value_head = entry.kv_head * problem_.values.head_stride + byte_;
     const bool has_key = exists && byte_ < problem_.keys.row_bytes;
     const bool has_value = exists && byte_ < problem_.values.row_bytes;
-    return {
-        row,
-        has_key ? problem_.keys.data + key_head + key : nullptr,
-        has_value ? problem_.values.data + value_head + value : nullptr};
+    return {row, has_key ? key_ + key : nullptr, has_value ? value_ + value : nullptr};
   }
 
-  __device__ void copy_rows(char* target, const Entry& entry, uint32_t loaded) const {
-    const int64_t key_place = place_of(problem_.keys, entry);
-    const int64_t value_place = place_of(problem_.values, entry);
+  __device__ void copy_rows(char* target, uint32_t loaded) const {
+    const int64_t key_place = place_of(problem_.keys, entry_.block, entry_.offset);
+    const int64_t value_place = place_of(problem_.values, entry_.block, entry_.offset);
     const uint32_t keys = shared_address(target), values = keys + TILE::kKeys * TILE::kRowBytes;
 #pragma unroll 2
     for (int pass = 0; pass < kPasses; ++pass) {
-      const Pieces pieces = pieces_of(pass, entry, key_place, value_place, loaded);
+      const Pieces pieces = pieces_of(pass, key_place, value_place, loaded);
       const uint32_t place = swizzled<TILE::kRowBytes>(pieces.row, byte_);
       copy_async(keys + place, pieces.key ? pieces.key : problem_.keys.data, pieces.key != nullptr);
       copy_async(
@@ -164,12 +206,12 @@ class WarpLoader {
   }
 
   // Rows that lie at no multiple of 16 bytes come element by element, and are here at once.
-  __device__ void copy_elements(char* target, const Entry& entry, uint32_t loaded) const {
-    const int64_t key_place = place_of(problem_.keys, entry);
-    const int64_t value_place = place_of(problem_.values, entry);
+  __device__ void copy_elements(char* target, uint32_t loaded) const {
+    const int64_t key_place = place_of(problem_.keys, entry_.block, entry_.offset);
+    const int64_t value_place = place_of(problem_.values, entry_.block, entry_.offset);
 #pragma unroll 1
     for (int pass = 0; pass < kPasses; ++pass) {
-      const Pieces pieces = pieces_of(pass, entry, key_place, value_place, loaded);
+      const Pieces pieces = pieces_of(pass, key_place, value_place, loaded);
       char* const place = target + swizzled<TILE::kRowBytes>(pieces.row, byte_);
       copy_piece(place, pieces.key);
       copy_piece(place + TILE::kKeys * TILE::kRowBytes, pieces.value);
@@ -190,10 +232,14 @@ class WarpLoader {
   }
 
   const DecodeProblem& problem_;
-  Walk<TILE::kKeys> walk_;
-  Segment segment_;
-  int index_;  // of the next tile of the segment
+  bool has_more_;  // segments to look up
+  bool has_tile_;  // that the entry is of
   int works_;
+  int left_;                  // tiles of the segment to look up
+  int position_;              // of this lane in the next one
+  int lowest_, highest_;      // that any row sees
+  const int32_t* row_;        // of the table
+  const char *key_, *value_;  // this lane's piece of the segment's head, in the first block
   Entry entry_;
   int stage_;  // where the tile of the entry goes
   int byte_;   // this lane's piece of a row

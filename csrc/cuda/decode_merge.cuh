@@ -1,4 +1,7 @@
 // Joins the parts of the items that were cut, in a launch of its own.
+//
+// Groups of 8 lanes join 32 columns of a row, each some of its parts; then one group joins those of the
+// others. Always in the same order.
 
 #pragma once
 
@@ -7,143 +10,194 @@
 
 namespace torch_pagedkv {
 
-// The parts of an item, where they lie. Known once the launch before has ended.
-struct ItemParts {
-  int sequence, item, count;
-  int64_t first_team;  // of those that have a part, where all is shared out
+// Tiles of one item, before a sequence and of all.
+struct TileSums {
+  int64_t before, total;
 
+  // Called by the whole CTA.
   template <int TILE>
-  __device__ static ItemParts of(const DecodeProblem& problem, int sequence, int item) {
-    const int tiles = sequence_of<TILE>(problem, sequence).tiles;
-    if (tiles == 0) return {sequence, item, 1, 0};
-    if (problem.parts > 0) return {sequence, item, parts_of_item(problem, tiles), 0};
-    const int64_t before = problem.tiles_before[sequence];
-    const int64_t share = share_of_team(problem, problem.tiles_before[problem.num_sequences]);
-    const int64_t group = item / problem.team;
-    const int64_t first = before * problem.groups + group * tiles;
-    const int64_t first_team = quotient(first, share);
-    const int count = static_cast<int>(quotient(first + tiles - 1, share) - first_team) + 1;
-    return {sequence, item, count, first_team};
-  }
-
-  __device__ int64_t slot(const DecodeProblem& problem, int part) const {
-    if (problem.parts > 0) return slot_of_part(problem, sequence, item, part);
-    const int group = item / problem.team, member = item % problem.team;
-    return slot_of(problem, first_team + part, sequence, group, member, part == 0);
+  __device__ static TileSums up_to(const DecodeProblem& problem, int index) {
+    __shared__ TileSums of_warps[kMergeThreads / 32];
+    TileSums sums{0, 0};
+#pragma unroll 1
+    for (int other = threadIdx.x; other < problem.num_sequences; other += kMergeThreads) {
+      const int tiles = sequence_of<TILE>(problem, other).tiles;
+      sums.total += tiles;
+      if (other < index) sums.before += tiles;
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      sums.before += __shfl_xor_sync(0xFFFFFFFF, sums.before, distance);
+      sums.total += __shfl_xor_sync(0xFFFFFFFF, sums.total, distance);
+    }
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sums;
+    __syncthreads();
+    sums = {0, 0};
+#pragma unroll
+    for (const TileSums& of_warp : of_warps) {
+      sums.before += of_warp.before, sums.total += of_warp.total;
+    }
+    return sums;
   }
 };
 
-__device__ inline float largest_of_warp(float value) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFF, value, distance));
-  }
-  return value;
-}
+// The parts of an item, where they lie.
+struct ItemParts {
+  int count;
+  // Partial rows (there are fewer than 2**31): of the first part, of the second, and from there on.
+  int first, second, step;
 
-__device__ inline float sum_of_warp(float value) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(0xFFFFFFFF, value, distance);
+  // The sums are those of the sequence where all is shared out.
+  __device__ static ItemParts of(
+      const DecodeProblem& problem, int index, int item, int tiles, const TileSums& sums) {
+    const int rows = problem.rows_of_slot;
+    if (tiles == 0) return {1, 0, 0, 0};
+    if (problem.parts > 0) {
+      const int row = static_cast<int>(slot_of_part(problem, index, item, 0) * rows);
+      return {parts_of_item(problem, tiles), row, row + rows, rows};
+    }
+    const int64_t share = share_of_team(problem, sums.total);
+    const int group = item / problem.team, member = item - group * problem.team;
+    const int64_t tile = sums.before * problem.groups + static_cast<int64_t>(group) * tiles;
+    const int64_t team = quotient(tile, share);
+    const int count = static_cast<int>(quotient(tile + tiles - 1, share) - team) + 1;
+    const int64_t slot = slot_of(problem, team, index, group, member, true);
+    const int64_t next = slot_of(problem, team + 1, index, group, member, false);
+    return {
+        count, static_cast<int>(slot * rows), static_cast<int>(next * rows),
+        (problem.slots_by_group ? 1 : 2) * problem.team * rows};
   }
-  return value;
-}
 
-// A row's parts, joined by some warps: each knows the maximum and the total of all, and adds up the
-// values of every `step`-th part, the columns shared out by its lanes.
-template <int COLUMNS>
-struct JoinedRow {
+  __device__ int row_of(int part) const { return part == 0 ? first : second + (part - 1) * step; }
+};
+
+// Four columns of a row, and what they are relative to.
+struct RowColumns {
   float maximum, total;
-  float4 sums[COLUMNS];  // of columns 4 * (32 * i + lane)
+  float4 sums;
 
-  __device__ JoinedRow(
-      const DecodeProblem& problem, const ItemParts& parts, int row, int first_part, int step)
-      : maximum(-INFINITY), total(0.0f), sums{} {
-    const int lane = threadIdx.x % 32;
-    for (int part = lane; part < parts.count; part += 32) {
-      maximum = fmaxf(maximum, *PartialRow(problem, parts.slot(problem, part), row).maximum);
-    }
-    maximum = largest_of_warp(maximum);
-    const float reference = reference_of(maximum);
-    for (int first = 0; first < parts.count; first += 32) {
-      float weight = 0.0f;
-      const float* values = nullptr;
-      if (first + lane < parts.count) {
-        const PartialRow partial(problem, parts.slot(problem, first + lane), row);
-        weight = weight_of(*partial.maximum, reference);
-        total += weight * *partial.total;
-        values = partial.values;
-      }
-      const int count = min(parts.count - first, 32);
-#pragma unroll 8
-      for (int part = first_part; part < count; part += step) {
-        add(problem, __shfl_sync(0xFFFFFFFF, weight, part), address_of_lane(values, part));
-      }
-    }
-    total = sum_of_warp(total);
+  __device__ void add(float weight, const float4& values) {
+    sums.x += weight * values.x, sums.y += weight * values.y;
+    sums.z += weight * values.z, sums.w += weight * values.w;
   }
 
- private:
-  __device__ static const float* address_of_lane(const float* values, int lane) {
-    const long long address = reinterpret_cast<long long>(values);
-    return reinterpret_cast<const float*>(__shfl_sync(0xFFFFFFFF, address, lane));
+  // Makes all relative to a maximum that is no smaller.
+  __device__ void raise(float largest) {
+    const float decay = weight_of(maximum, reference_of(largest));
+    maximum = largest, total *= decay;
+    sums.x *= decay, sums.y *= decay, sums.z *= decay, sums.w *= decay;
   }
 
-  __device__ void add(const DecodeProblem& problem, float weight, const float* values) {
-#pragma unroll
-    for (int i = 0; i < COLUMNS; ++i) {
-      const int column = 4 * (i * 32 + static_cast<int>(threadIdx.x) % 32);
-      if (column >= problem.value_dim) continue;
-      const float4 four = *reinterpret_cast<const float4*>(values + column);
-      sums[i].x += weight * four.x;
-      sums[i].y += weight * four.y;
-      sums[i].z += weight * four.z;
-      sums[i].w += weight * four.w;
-    }
+  __device__ void join(const RowColumns& other) {
+    raise(fmaxf(maximum, other.maximum));
+    const float weight = weight_of(other.maximum, reference_of(maximum));
+    total += weight * other.total;
+    add(weight, other.sums);
+  }
+
+  // Those of another lane.
+  __device__ RowColumns across(int distance) const {
+    const auto shuffle = [distance](float x) { return __shfl_xor_sync(0xFFFFFFFF, x, distance); };
+    return {
+        shuffle(maximum), shuffle(total),
+        {shuffle(sums.x), shuffle(sums.y), shuffle(sums.z), shuffle(sums.w)}};
   }
 };
 
-// A CTA for each item and each `merged_rows` of its rows, the sink joined in once. Always in the same
-// order.
-template <class TILE>
-__global__ void __launch_bounds__(kMergeThreads)
-    merge_parts(const __grid_constant__ DecodeProblem problem) {
-  constexpr int kColumns = TILE::kDim <= 128 ? 1 : 2;  // of four floats, of each lane
-  __shared__ float4 sums[kMergeWarps][kColumns][32];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, items = problem.items_of_sequence();
-  const int warps_of_row = kMergeWarps / problem.merged_rows;
-  const int row = static_cast<int>(blockIdx.y) * problem.merged_rows + warp / warps_of_row;
-  const int index = static_cast<int>(blockIdx.x) / items, item = static_cast<int>(blockIdx.x) % items;
-  const Sequence sequence = sequence_of<TILE::kKeys>(problem, index);
-  const ItemHeads heads(problem, item);
-  const RowPlace place(problem, sequence, heads.first, heads.count, row);
-  await_dependency();
-  const ItemParts parts = ItemParts::of<TILE::kKeys>(problem, index, item);
-  if (parts.count == 1) return;
-  const bool is_row = place.exists && row < problem.rows_of_slot;
-  const ItemParts own{index, item, is_row ? parts.count : 0, parts.first_team};
-  const JoinedRow<kColumns> joined(
-      problem, own, is_row ? row : 0, warp % warps_of_row, warps_of_row);
+// Joins the parts from `first` on, every `step`-th one, of a column and the three after it. Called by
+// whole groups, eight parts at a time: a lane weighs one, and adds up its columns of all.
+__device__ inline RowColumns join_parts(
+    const DecodeProblem& problem, const ItemParts& parts, int row, int column, int first, int step) {
+  const int lane = threadIdx.x % kLanesOfJoin;
+  const uint32_t group = 0xFFu << (threadIdx.x % 32 - lane);
+  const int64_t stride = static_cast<int64_t>(parts.step) * step * problem.value_dim;
+  const int width = column < problem.value_dim ? parts.count : 0;
+  const float* values = PartialRow(problem, parts.row_of(first) + row).values + column;
+  const float* later = PartialRow(problem, parts.row_of(first + step) + row).values + column;
+  RowColumns joined{-INFINITY, 0.0f, {}};
+#pragma unroll 1
+  for (; first < parts.count; first += kLanesOfJoin * step) {
+    float4 loaded[kLanesOfJoin];
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) sums[warp][i][lane] = joined.sums[i];
-  __syncthreads();
-  if (!is_row || warp % warps_of_row != 0) return;
-  const RowEnd end = end_of_row(problem, place.head, heads.kv_head, joined.maximum, joined.total);
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i) {
-    const int column = 4 * (i * 32 + lane);
-    if (column >= problem.value_dim) continue;
-    float values[4] = {};
-    for (int other = 0; other < warps_of_row; ++other) {
-      const float4 of_warp = sums[warp + other][i][lane];
-      values[0] += of_warp.x, values[1] += of_warp.y;
-      values[2] += of_warp.z, values[3] += of_warp.w;
+    for (int i = 0; i < kLanesOfJoin; ++i) {
+      const bool is_read = first + i * step < width;
+      loaded[i] = is_read ? *reinterpret_cast<const float4*>(values) : float4{};
+      values = later;
+      later += stride;
     }
+    float maximum = -INFINITY, total = 0.0f;
+    if (first + lane * step < parts.count) {
+      const PartialRow partial(problem, parts.row_of(first + lane * step) + row);
+      maximum = *partial.maximum, total = *partial.total;
+    }
+    float largest = fmaxf(joined.maximum, maximum);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) values[j] = end.value(values[j]);
-    store_four(problem, place.out + column, values);
+    for (int distance = 1; distance < kLanesOfJoin; distance *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(group, largest, distance));
+    }
+    joined.raise(largest);
+    const float weight = weight_of(maximum, reference_of(largest));
+    total *= weight;
+#pragma unroll
+    for (int i = 0; i < kLanesOfJoin; ++i) {
+      joined.total += __shfl_sync(group, total, i, kLanesOfJoin);
+      joined.add(__shfl_sync(group, weight, i, kLanesOfJoin), loaded[i]);
+    }
   }
-  if (lane == 0) problem.lse[place.lse] = end.lse;
+  return joined;
+}
+
+// The CTAs (blockIdx.y) of an item (blockIdx.x) have `joining_groups` groups for each 32 columns of each of
+// its rows. The sink is joined in once.
+template <int TILE>
+__global__ void __launch_bounds__(kMergeThreads, 6)
+    merge_parts(const __grid_constant__ DecodeProblem problem) {
+  __shared__ RowColumns of_warps[kMergeThreads / 32][kLanesOfJoin];
+  const int items = problem.items_of_sequence(), groups = problem.joining_groups;
+  const int index = static_cast<int>(blockIdx.x) / items;
+  const int item = static_cast<int>(blockIdx.x) - index * items;
+  const int number = (blockIdx.y * kMergeThreads + threadIdx.x) / kLanesOfJoin;
+  const int piece = number / groups, group = number - piece * groups;
+  const int pieces = (problem.value_dim + kColumnsOfJoin - 1) / kColumnsOfJoin;  // of a row
+  const int row = piece / pieces, piece_of_row = piece - row * pieces;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int column = piece_of_row * kColumnsOfJoin + lane % kLanesOfJoin * 4;
+  const Sequence sequence = sequence_of<TILE>(problem, index);
+  const ItemHeads heads(problem, item, item / problem.head_tiles);
+  const RowPlace place(problem, sequence, heads.first, heads.count, row);
+  const bool is_row = place.exists && row < problem.rows_of_slot;
+  TileSums sums{0, 0};
+  if (problem.tiles_before != nullptr) {
+    await_dependency();
+    sums = {problem.tiles_before[index], problem.tiles_before[problem.num_sequences]};
+  } else if (problem.parts == 0) {
+    sums = TileSums::up_to<TILE>(problem, index);
+  }
+  const ItemParts parts = ItemParts::of(problem, index, item, sequence.tiles, sums);
+  await_dependency();  // at once where it was awaited before
+  if (parts.count == 1) return;
+  RowColumns joined =
+      join_parts(problem, parts, row, column, is_row ? group : parts.count, groups);
+#pragma unroll 1
+  for (int other = 1; other < min(groups, kGroupsOfWarp); other *= 2) {
+    joined.join(joined.across(other * kLanesOfJoin));
+  }
+  if (groups > kGroupsOfWarp) {
+    if (lane < kLanesOfJoin) of_warps[warp][lane] = joined;
+    __syncthreads();
+    if (group != 0) return;
+#pragma unroll 1
+    for (int other = 1; other < groups / kGroupsOfWarp; ++other) {
+      joined.join(of_warps[warp + other][lane]);
+    }
+  }
+  if (!is_row || group != 0) return;
+  const RowEnd end = end_of_row(problem, place.head, heads.kv_head, joined.maximum, joined.total);
+  const float values[4] = {
+      end.value(joined.sums.x), end.value(joined.sums.y), end.value(joined.sums.z),
+      end.value(joined.sums.w)};
+  if (column < problem.value_dim) store_four(problem, place.out + column, values);
+  if (column == 0) problem.lse[place.lse] = end.lse;
 }
 
 }  // namespace torch_pagedkv

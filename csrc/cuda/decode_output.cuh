@@ -16,7 +16,8 @@ struct RowPlace {
 
   __device__ RowPlace(
       const DecodeProblem& problem, const Sequence& sequence, int first_head, int heads, int row) {
-    const int token_of_sequence = row / problem.heads_of_tile, of_tile = row % problem.heads_of_tile;
+    const int token_of_sequence = problem.token_of_row(row);
+    const int of_tile = row - token_of_sequence * problem.heads_of_tile;
     exists = token_of_sequence < sequence.query_length && of_tile < heads;
     token = sequence.start + token_of_sequence;
     head = first_head + of_tile;
@@ -38,9 +39,8 @@ __device__ inline void store_four(
 struct ItemHeads {
   int kv_head, first, count;
 
-  __device__ ItemHeads(const DecodeProblem& problem, int item) {
-    kv_head = item / problem.head_tiles;
-    const int first_of_group = item % problem.head_tiles * problem.heads_of_tile;
+  __device__ ItemHeads(const DecodeProblem& problem, int item, int kv_head) : kv_head(kv_head) {
+    const int first_of_group = (item - kv_head * problem.head_tiles) * problem.heads_of_tile;
     first = kv_head * problem.group + first_of_group;
     count = min(problem.heads_of_tile, problem.group - first_of_group);
   }
@@ -57,9 +57,8 @@ __device__ inline RowEnd end_of_row(
 struct PartialRow {
   float *values, *maximum, *total;
 
-  __device__ PartialRow(const DecodeProblem& problem, int64_t slot, int row) {
-    const int64_t number = slot * problem.rows_of_slot + row;
-    values = problem.partials + number * problem.value_dim;
+  __device__ PartialRow(const DecodeProblem& problem, int number) {
+    values = problem.partials + static_cast<int64_t>(number) * problem.value_dim;
     maximum = problem.partials + problem.partial_rows * problem.value_dim + number;
     total = maximum + problem.partial_rows;
   }

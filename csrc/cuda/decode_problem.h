@@ -12,9 +12,14 @@ namespace torch_pagedkv {
 
 // Query rows that a warp takes at once: (token, head) pairs of one sequence and one KV head.
 inline constexpr int kRows = 16;
-// CTAs that join parts.
-inline constexpr int kMergeWarps = 8;
-inline constexpr int kMergeThreads = 32 * kMergeWarps;
+// Warps that walk the heads of a sequence side by side, at most.
+inline constexpr int kMostOfTeam = 8;
+// CTAs that join parts: groups of so many lanes have four columns each.
+inline constexpr int kMergeThreads = 128;
+inline constexpr int kLanesOfJoin = 8;
+inline constexpr int kColumnsOfJoin = 4 * kLanesOfJoin;
+inline constexpr int kGroupsOfMerge = kMergeThreads / kLanesOfJoin;
+inline constexpr int kGroupsOfWarp = 32 / kLanesOfJoin;
 // With num_splits above 0, a split is read by so many warps, whose parts are joined in their order.
 inline constexpr int kPartsOfSplit = 4;
 
@@ -57,6 +62,8 @@ struct DecodeProblem {
   int num_tokens, num_sequences, num_blocks, block_size, block_shift, max_positions;
   int num_heads, num_kv_heads, group;
   int head_tiles, heads_of_tile;  // the heads of a group, cut so that one token's fit kRows
+  int most_tokens;                // of a sequence, whose rows fit kRows
+  int inverse_heads;              // 256 / heads_of_tile, rounded up
   int key_dim, value_dim;
 
   float softmax_scale, softcap, inverse_softcap;
@@ -65,12 +72,45 @@ struct DecodeProblem {
   // 0: all tiles are shared out evenly. Otherwise the most parts of an item.
   int parts;
   int team, teams;  // warps that walk side by side, one item each; how many such teams there are
+  uint32_t inverse_team;  // 2**31 / team, rounded up
   int groups;       // of `team` items, of a sequence
   int least_tiles;  // of a part
   int rows_of_slot;
   bool slots_by_group;
-  int64_t* tiles_before;  // of one item: before each sequence, then of all; written by the first launch
-  int merged_rows;        // of an item, that a CTA joins the parts of
+  // Of one item, before each sequence, then of all: written by the first launch where it is not null.
+  int64_t* tiles_before;
+  int joining_groups;     // of lanes, that share the parts of the same columns
+
+  // From `group` on.
+  void cut_heads() {
+    head_tiles = (group + kRows - 1) / kRows;
+    heads_of_tile = (group + head_tiles - 1) / head_tiles;
+    most_tokens = kRows / heads_of_tile;
+    inverse_heads = (256 + heads_of_tile - 1) / heads_of_tile;
+  }
+
+  // Heads side by side, as many as divide the items of a sequence.
+  void form_teams() {
+    const int items = items_of_sequence();
+    team = items < kMostOfTeam ? items : kMostOfTeam;
+    while (items % team != 0) --team;
+    groups = items / team;
+    inverse_team = ((1u << 31) + team - 1) / team;
+  }
+
+  // warp / team, for warps up to 2**25: as many run at once on no GPU.
+  __host__ __device__ int64_t team_of_warp(int64_t warp) const {
+    return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(warp)) * inverse_team >> 31);
+  }
+
+  // Rows of an item times runs of columns, each joined by some groups of lanes.
+  int64_t joined_pieces() const {
+    return static_cast<int64_t>(rows_of_slot) *
+           ((value_dim + kColumnsOfJoin - 1) / kColumnsOfJoin);
+  }
+
+  // row / heads_of_tile, for rows of an item.
+  __host__ __device__ int token_of_row(int row) const { return row * inverse_heads >> 8; }
 
   // A sequence's items: its keys once for each KV head and each tile of heads.
   __host__ __device__ int items_of_sequence() const { return num_kv_heads * head_tiles; }

@@ -8,8 +8,9 @@
 namespace torch_pagedkv {
 
 // Two adjacent 16-bit elements, whatever their address is a multiple of.
-__device__ inline uint32_t load_pair(const char* source, bool is_aligned) {
-  if (is_aligned) return *reinterpret_cast<const uint32_t*>(source);
+template <bool IS_ALIGNED>
+__device__ inline uint32_t load_pair(const char* source) {
+  if constexpr (IS_ALIGNED) return *reinterpret_cast<const uint32_t*>(source);
   const uint16_t* const elements = reinterpret_cast<const uint16_t*>(source);
   return elements[0] | static_cast<uint32_t>(elements[1]) << 16;
 }
@@ -26,23 +27,17 @@ struct WarpQuery {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int column = 0; column < TILE::kColumns; ++column) {
-      const int row = column * 8 + g;
-      const int token = row / problem.heads_of_tile, head = row % problem.heads_of_tile;
+      const int token = problem.token_of_row(column * 8 + g);
+      const int head = column * 8 + g - token * problem.heads_of_tile;
       const bool is_row = token < sequence.query_length && head < heads;
       const int64_t token_place = (sequence.start + token) * problem.query_token_stride;
       const int64_t head_place = (first_head + head) * problem.query_head_stride;
       const char* const source = problem.query + (is_row ? token_place + head_place : 0);
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int element = step * 16 + TILE::Pool::query_element(t, half);
-          uint32_t pair = 0;
-          if (is_row && element < problem.key_dim) {
-            pair = load_pair(source + element * 2, problem.query_is_aligned);
-          }
-          pairs[step][column][half] = pair;
-        }
+      const int elements = is_row ? problem.key_dim : 0;
+      if (__builtin_expect(problem.query_is_aligned, true)) {
+        load_row<true>(column, source, elements, t);
+      } else {
+        load_row<false>(column, source, elements, t);
       }
     }
 #pragma unroll
@@ -54,6 +49,19 @@ struct WarpQuery {
   }
 
  private:
+  template <bool IS_ALIGNED>
+  __device__ void load_row(int column, const char* source, int elements, int t) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int element = step * 16 + TILE::Pool::query_element(t, half);
+        pairs[step][column][half] =
+            element < elements ? load_pair<IS_ALIGNED>(source + element * 2) : 0;
+      }
+    }
+  }
+
   // Makes float16 of bfloat16. A power of two brings a row's largest element close to float16's largest;
   // what then gets lost of the smallest ones is below float32's rounding of the products of the largest.
   __device__ float make_halves(int column) {

@@ -58,7 +58,7 @@ TORCH_PAGEDKV_ANYWHERE Sequence sequence_of(const DecodeProblem& problem, int in
   }
   sequence.start = start;
   sequence.query_length = stop - start;
-  if (stop == start || stop - start > kRows / problem.heads_of_tile) return sequence;
+  if (stop == start || stop - start > problem.most_tokens) return sequence;
 
   sequence.length = problem.lengths.clamped(index, 0, problem.max_positions);
   const KeyRange first = keys_seen(problem, sequence.position_of(0), sequence.length);
@@ -77,6 +77,7 @@ TORCH_PAGEDKV_ANYWHERE Sequence sequence_of(const DecodeProblem& problem, int in
 // A run of an item's tiles, counted from the item's first one.
 struct Segment {
   int sequence, item;  // the item's number within its sequence
+  int kv_head;
   int first, count;
   bool is_whole;  // all of the item's tiles
   int64_t slot;   // where the partial results of a part go
@@ -94,96 +95,86 @@ struct Place {
   int64_t before;  // tiles before it, of all groups
 };
 
-// The tiles of all sequences, summed up by a CTA of up to so many threads, in shared memory.
-template <int TILE, int THREADS>
-struct TileSums {
-  int64_t before[THREADS];  // tiles of one item, before each thread's run of sequences
-  int64_t total;
-  int64_t of_warps[THREADS / 32];
-
-  __device__ static int run(const DecodeProblem& problem) {
-    return (problem.num_sequences + static_cast<int>(blockDim.x) - 1) / static_cast<int>(blockDim.x);
-  }
-
-  // Called by the whole CTA.
-  __device__ void sum(const DecodeProblem& problem) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int64_t own = 0;
-    const int64_t first = static_cast<int64_t>(threadIdx.x) * run(problem);
-    const int64_t stop = min(first + run(problem), static_cast<int64_t>(problem.num_sequences));
-    for (int64_t index = first; index < stop; ++index) {
-      own += sequence_of<TILE>(problem, static_cast<int>(index)).tiles;
-    }
-    int64_t up_to = own;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int64_t other = __shfl_up_sync(0xFFFFFFFF, up_to, distance);
-      if (lane >= distance) up_to += other;
-    }
-    if (lane == 31) of_warps[warp] = up_to;
-    __syncthreads();
-    int64_t of_warps_before = 0, of_all = 0;
-#pragma unroll
-    for (int other = 0; other < THREADS / 32; ++other) {
-      if (other < warp) of_warps_before += of_warps[other];
-      if (other < blockDim.x / 32) of_all += of_warps[other];
-    }
-    before[threadIdx.x] = of_warps_before + up_to - own;
-    if (threadIdx.x == 0) total = of_all;
-    __syncthreads();
-  }
-
-  // The sequence of tile number `tile`, which is below the total. Called by a whole warp.
-  __device__ Place find(const DecodeProblem& problem, int64_t tile) const {
-    const int lane = threadIdx.x % 32;
-    int runs = 0;  // that start at or before the tile: it is in the last of them
-#pragma unroll
-    for (int first = 0; first < THREADS; first += 32) {
-      const bool is_run = first + lane < static_cast<int>(blockDim.x);
-      const bool starts = is_run && before[first + lane] * problem.groups <= tile;
-      runs += __popc(__ballot_sync(0xFFFFFFFF, starts));
-    }
-    Place place{(runs - 1) * run(problem), before[runs - 1] * problem.groups};
-    while (true) {
-      const int index = place.sequence + lane;
-      int64_t own = 0;
-      if (index < problem.num_sequences) {
-        own = static_cast<int64_t>(sequence_of<TILE>(problem, index).tiles) * problem.groups;
-      }
-      int64_t up_to = own;
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const int64_t other = __shfl_up_sync(0xFFFFFFFF, up_to, distance);
-        if (lane >= distance) up_to += other;
-      }
-      const uint32_t reached = __ballot_sync(0xFFFFFFFF, tile < place.before + up_to);
-      const int step = reached ? __ffs(static_cast<int>(reached)) - 1 : 31;
-      const int64_t to_step = __shfl_sync(0xFFFFFFFF, up_to, step);
-      const int64_t of_step = __shfl_sync(0xFFFFFFFF, own, step);
-      if (reached) return {place.sequence + step, place.before + to_step - of_step};
-      place = {place.sequence + 32, place.before + to_step};
-    }
-  }
-
-  // Writes the tiles before each sequence, then of all, for the launch that joins parts.
-  __device__ void write(const DecodeProblem& problem) const {
-    int64_t tiles = before[threadIdx.x];
-    const int64_t first = static_cast<int64_t>(threadIdx.x) * run(problem);
-    const int64_t stop = min(first + run(problem), static_cast<int64_t>(problem.num_sequences));
-    for (int64_t index = first; index < stop; ++index) {
-      problem.tiles_before[index] = tiles;
-      tiles += sequence_of<TILE>(problem, static_cast<int>(index)).tiles;
-    }
-    if (threadIdx.x == 0) problem.tiles_before[problem.num_sequences] = total;
-  }
-};
-
 // Tiles of each of its items that a team takes where all are shared out.
 TORCH_PAGEDKV_ANYWHERE int64_t share_of_team(const DecodeProblem& problem, int64_t total_of_item) {
   const int64_t total = total_of_item * problem.groups;
   return max(
       quotient(total + problem.teams - 1, problem.teams), static_cast<int64_t>(problem.least_tiles));
 }
+
+// Where the teams of a CTA of up to so many threads start, found by all of them in shared memory.
+template <int TILE, int THREADS>
+struct TeamStarts {
+  int64_t total;                    // tiles of one item of all sequences
+  int64_t share;
+  int64_t of_warps[THREADS / 32];   // the same, of the sequences that the threads of a warp look at
+  Place places[THREADS / 32];       // of the CTA's teams that have tiles
+
+  // Called by the whole CTA. The first one also writes the tiles before each sequence, then of all, for
+  // the launch that joins parts.
+  __device__ void find(const DecodeProblem& problem, int64_t first_team, int64_t last_team) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int run = problem.num_sequences <= static_cast<int>(blockDim.x)
+                        ? 1
+                        : (problem.num_sequences + blockDim.x - 1) / blockDim.x;
+    const int first = min(static_cast<int>(threadIdx.x) * run, problem.num_sequences);
+    const int stop = min(first + run, problem.num_sequences);
+    int64_t own = 0;
+#pragma unroll 1
+    for (int index = first; index < stop; ++index) own += sequence_of<TILE>(problem, index).tiles;
+    int64_t before = own;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int64_t other = __shfl_up_sync(0xFFFFFFFF, before, distance);
+      if (lane >= distance) before += other;
+    }
+    if (lane == 31) of_warps[warp] = before;
+    __syncthreads();
+    before -= own;
+    int64_t of_all = 0;
+#pragma unroll
+    for (int other = 0; other < THREADS / 32; ++other) {
+      if (other >= blockDim.x / 32) break;
+      if (other == warp) before += of_all;
+      of_all += of_warps[other];
+    }
+    const int64_t own_share = share_of_team(problem, of_all);
+    if (threadIdx.x == 0) total = of_all, share = own_share;
+    const int64_t stop_tile = (before + own) * problem.groups;
+#pragma unroll 1
+    for (int64_t team = first_team; team <= last_team; ++team) {
+      const int64_t tile = team * own_share;
+      if (tile < before * problem.groups || tile >= stop_tile) continue;
+      places[team - first_team] =
+          place_from(problem, {first, before * problem.groups}, stop - 1, tile);
+    }
+    if (blockIdx.x == 0 && problem.tiles_before != nullptr) write(problem, first, stop, before, of_all);
+    __syncthreads();
+  }
+
+ private:
+  // The sequence of a tile: this one, or a later one up to `last`.
+  __device__ static Place place_from(const DecodeProblem& problem, Place place, int last, int64_t tile) {
+#pragma unroll 1
+    while (place.sequence < last) {
+      const int64_t tiles = sequence_of<TILE>(problem, place.sequence).tiles;
+      const int64_t stop = place.before + tiles * problem.groups;
+      if (tile < stop) break;
+      place = {place.sequence + 1, stop};
+    }
+    return place;
+  }
+
+  __device__ static void write(
+      const DecodeProblem& problem, int first, int stop, int64_t before, int64_t of_all) {
+#pragma unroll 1
+    for (int index = first; index < stop; ++index) {
+      problem.tiles_before[index] = before;
+      before += sequence_of<TILE>(problem, index).tiles;
+    }
+    if (threadIdx.x == 0) problem.tiles_before[problem.num_sequences] = of_all;
+  }
+};
 
 // Slots of partial results, `team` of each: one for each pair of a team and a group that it has tiles
 // of. Either such pairs are numbered in their order, in which each step makes the team, the group or
@@ -251,7 +242,7 @@ struct Walk {
     walk.index = place.sequence;
     walk.sequence = sequence_of<TILE>(problem, place.sequence);
     const int64_t after = tile - place.before;
-    walk.group = static_cast<int>(quotient(after, walk.sequence.tiles));
+    walk.group = problem.groups == 1 ? 0 : static_cast<int>(quotient(after, walk.sequence.tiles));
     walk.first = static_cast<int>(after - static_cast<int64_t>(walk.group) * walk.sequence.tiles);
     return walk;
   }
@@ -270,6 +261,7 @@ struct Walk {
     Segment segment{};
     segment.sequence = index;
     segment.item = group * problem.team + member;
+    segment.kv_head = problem.head_tiles == 1 ? segment.item : segment.item / problem.head_tiles;
     segment.first = first;
     segment.count = static_cast<int>(min(static_cast<int64_t>(sequence.tiles - first), left));
     segment.is_whole = segment.count == sequence.tiles;

@@ -73,17 +73,23 @@ struct WarpState {
     }
   }
 
+  // The total of one of this lane's rows, of all keys.
+  __device__ float total_of(int column, int i) const {
+    float sum = total[column][i];
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) {
+      sum += __shfl_xor_sync(0xFFFFFFFF, sum, distance);
+    }
+    return sum;
+  }
+
   // Puts the maxima, totals and values of the 8 rows of a column where all lanes can read them.
   __device__ void store(int column, float* maxima, float* totals, float* result) const {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = 2 * t + i;
-      float sum = total[column][i];
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        sum += __shfl_xor_sync(0xFFFFFFFF, sum, distance);
-      }
+      const float sum = total_of(column, i);
       if (g == 0) maxima[row] = maximum[column][i], totals[row] = sum;
 #pragma unroll
       for (int tile = 0; tile < TILE::kDim / 16; ++tile) {

@@ -20,9 +20,12 @@ cudaError_t launch_attend(
 template <class TILE>
 cudaError_t launch_merge(
     const DecodeProblem& problem, int64_t items, bool overlaps, cudaStream_t stream) {
-  const int rows = (problem.rows_of_slot + problem.merged_rows - 1) / problem.merged_rows;
-  const dim3 grid(static_cast<unsigned>(items), static_cast<unsigned>(rows));
-  return launch_dependent(merge_parts<TILE>, grid, kMergeThreads, overlaps, stream, problem);
+  const int64_t groups = problem.joined_pieces() * problem.joining_groups;
+  const dim3 grid(
+      static_cast<unsigned>(items),
+      static_cast<unsigned>((groups + kGroupsOfMerge - 1) / kGroupsOfMerge));
+  return launch_dependent(
+      merge_parts<TILE::kKeys>, grid, kMergeThreads, overlaps, stream, problem);
 }
 
 // More shared memory than 48 KiB is granted on request, on each device.
@@ -42,7 +45,7 @@ template <class TILE>
 inline constexpr DecodeVariant kDecodeVariant{
     TILE::kKeys, TILE::kWarps, TILE::kCtas, TILE::kWarpBytes,
     TILE::kWarps * static_cast<int>(sizeof(typename WarpReader<TILE>::Shared)) +
-        static_cast<int>(sizeof(TileSums<TILE::kKeys, TILE::kThreads>)) + 1024,
+        static_cast<int>(sizeof(TeamStarts<TILE::kKeys, TILE::kThreads>)) + 1024,
     &request_memory<TILE>, &launch_attend<TILE>, &launch_merge<TILE>};
 
 // As many warps and stages as registers and about 200 KiB of a multiprocessor's memory allow; two thirds

@@ -22,13 +22,13 @@ constexpr const char* kOp = "paged_attention";
 // Positions, counts and sums of two of them fit into int32, with room for a tile.
 constexpr int64_t kMostCount = INT32_MAX / 2 - 4096;
 // Partial results take no more memory than so many for each row of the output.
-constexpr int64_t kMostSplits = 64;
+constexpr int64_t kMostSplits = 128;
 // A part of fewer positions costs more to merge than it saves.
-constexpr int kLeastPositionsOfPart = 128;
-// CTAs that join parts, above which each takes more rows.
+constexpr int kLeastPositionsOfPart = 64;
+// Sequences whose tiles all CTAs that join parts sum up, while they wait; those of more are summed up once.
+constexpr int kMostSummedByAll = 512;
+// CTAs that join parts, above which each does more of them.
 constexpr int64_t kMostMergingCtas = 512;
-// Warps that walk the heads of a sequence side by side.
-constexpr int kMostOfTeam = 8;
 
 const DecodeVariant& variant_of(
     const Tensor& key_cache, const Tensor& value_cache, int rows) {
@@ -106,13 +106,6 @@ int64_t tiles_of_longest(const DecodeProblem& problem, const DecodeVariant& vari
   return std::max(1, (problem.max_positions + variant.tile - 1) / variant.tile);
 }
 
-void form_teams(DecodeProblem& problem) {
-  const int items = problem.items_of_sequence();
-  problem.team = std::min(items, kMostOfTeam);
-  while (items % problem.team != 0) --problem.team;
-  problem.groups = items / problem.team;
-}
-
 // Teams of warps that share out the tiles, and the slots of their partial results.
 void share_out(
     DecodeProblem& problem, const DecodeVariant& variant, int warps, int32_t device) {
@@ -126,13 +119,27 @@ void share_out(
   const int64_t most_pairs = kMostSplits * rows / problem.rows_of_slot / problem.team;
   const int64_t most_shares = (groups * most_tiles + problem.least_tiles - 1) / problem.least_tiles;
   int64_t teams = std::min(resident, most_shares);
-  problem.slots_by_group = groups < teams && groups < most_pairs;
-  teams = std::min(teams, problem.slots_by_group ? most_pairs - groups : most_pairs / 2);
+  problem.slots_by_group = groups < teams && groups <= most_pairs;
+  teams = std::min(teams, problem.slots_by_group ? most_pairs - groups + 1 : most_pairs / 2);
   teams = std::max<int64_t>(teams, 1);
   problem.teams = static_cast<int>(teams);
-  const int64_t pairs = problem.slots_by_group ? teams + groups : 2 * teams;
+  const int64_t pairs = problem.slots_by_group ? teams + groups - 1 : 2 * teams;
   const bool is_cut = teams > 1 && most_tiles > 1;
   problem.partial_rows = is_cut ? pairs * problem.team * problem.rows_of_slot : 0;
+}
+
+// Groups of lanes that share the parts of the same columns. Where an item is cut by its own length alone,
+// they depend on nothing else either: their number changes the order of a sum.
+int joining_groups(const DecodeProblem& problem, int64_t items, int64_t num_splits) {
+  const int64_t pieces = problem.joined_pieces();
+  const auto is_enough = [&](int64_t groups) {
+    if (num_splits > 0) return groups * kLanesOfJoin >= num_splits * kPartsOfSplit;
+    return 2 * groups * pieces > kGroupsOfMerge &&
+           2 * groups * pieces * items > kMostMergingCtas * kGroupsOfMerge;
+  };
+  int groups = 1;
+  while (groups < kGroupsOfMerge && !is_enough(groups)) groups *= 2;
+  return groups;
 }
 
 void launch(DecodeProblem problem, const DecodeVariant& variant, const Tensor& lse, int64_t num_splits) {
@@ -140,8 +147,7 @@ void launch(DecodeProblem problem, const DecodeVariant& variant, const Tensor& l
   const int64_t items = static_cast<int64_t>(problem.num_sequences) * problem.items_of_sequence();
   problem.tiles_have_one_block = problem.block_size % variant.tile == 0;
   problem.least_tiles = std::max(1, kLeastPositionsOfPart / variant.tile);
-  problem.merged_rows = 1;
-  form_teams(problem);
+  problem.form_teams();
   const int warps_of_cta = warps_on(device, variant);
   int64_t warps;
   if (num_splits == 0) {
@@ -156,22 +162,20 @@ void launch(DecodeProblem problem, const DecodeVariant& variant, const Tensor& l
     warps = std::max<int64_t>(1, items * parts);
   }
   const int64_t ctas = (warps + warps_of_cta - 1) / warps_of_cta;
-  if (ctas > INT32_MAX || items > INT32_MAX) {
+  if (std::max({ctas, items, problem.partial_rows}) > INT32_MAX) {
     const std::string actual = std::to_string(num_splits);
     refuse(kOp, "num_splits", actual, "give less than 2**31 parts of all sequences and heads");
   }
   std::optional<Tensor> scratch;
   if (problem.partial_rows > 0) {
-    const int64_t counts = num_splits == 0 ? 2 * (problem.num_sequences + int64_t{1}) : 0;
+    const bool is_summed_once = num_splits == 0 && problem.num_sequences > kMostSummedByAll;
+    const int64_t counts = is_summed_once ? 2 * (problem.num_sequences + int64_t{1}) : 0;
     const int64_t size = problem.partial_rows * (problem.value_dim + 2);
     scratch.emplace(torch::stable::new_empty(lse, {counts + size}));
     float* const memory = static_cast<float*>(scratch->data_ptr());
     if (counts > 0) problem.tiles_before = reinterpret_cast<int64_t*>(memory + size);
     problem.partials = memory;
-    while (problem.merged_rows < std::min(problem.rows_of_slot, kMergeWarps) &&
-           items * problem.rows_of_slot > kMostMergingCtas * problem.merged_rows) {
-      problem.merged_rows *= 2;
-    }
+    problem.joining_groups = joining_groups(problem, items, num_splits);
   }
   const cudaStream_t stream = current_stream(device);
   check_cuda(kOp, variant.request_memory(device, warps_of_cta));
@@ -303,8 +307,7 @@ bool paged_attention(
   problem.num_heads = static_cast<int>(heads);
   problem.num_kv_heads = static_cast<int>(num_kv_heads);
   problem.group = static_cast<int>(heads / num_kv_heads);
-  problem.head_tiles = (problem.group + kRows - 1) / kRows;
-  problem.heads_of_tile = (problem.group + problem.head_tiles - 1) / problem.head_tiles;
+  problem.cut_heads();
   problem.key_dim = static_cast<int>(key_cache.size(3));
   problem.value_dim = static_cast<int>(value_cache.size(3));
   problem.softmax_scale = static_cast<float>(softmax_scale);

@@ -38,8 +38,8 @@ struct Batch {
     problem.max_positions = 2900;
     problem.num_kv_heads = 1 + random() % 5;
     problem.group = 1 + random() % 40;
-    problem.head_tiles = (problem.group + kRows - 1) / kRows;
-    problem.heads_of_tile = (problem.group + problem.head_tiles - 1) / problem.head_tiles;
+    problem.cut_heads();
+    for (int row = 0; row < kRows; ++row) expect(problem.token_of_row(row) == row / problem.heads_of_tile);
     problem.window_left = random() % 3 ? -1 : static_cast<int>(random() % 500);
     problem.window_right = random() % 3 ? 0 : static_cast<int>(random() % 40) - 1;
     problem.lengths.data = reinterpret_cast<const char*>(lengths.data());
@@ -47,6 +47,11 @@ struct Batch {
     if (is_packed) problem.starts.data = reinterpret_cast<const char*>(starts.data());
     problem.starts.stride = 8, problem.starts.is_wide = true;
     const int items = problem.items_of_sequence();
+    problem.form_teams();
+    expect(problem.team <= kMostOfTeam && problem.team * problem.groups == items);
+    for (int64_t warp = 0; warp < 1 << 25; warp = 2 * warp + random() % 9) {
+      expect(problem.team_of_warp(warp) == warp / problem.team);
+    }
     problem.team = 1 + random() % 8;
     while (items % problem.team != 0) --problem.team;
     problem.groups = items / problem.team;
@@ -56,7 +61,7 @@ struct Batch {
   }
 };
 
-// The sequence that a tile is in, as TileSums finds it.
+// The sequence that a tile is in, as TeamStarts finds it.
 Place place_of(const DecodeProblem& problem, int64_t tile) {
   Place place{0, 0};
   while (true) {
@@ -83,7 +88,7 @@ void check_shares(const Batch& batch) {
   }
   const int64_t share = share_of_team(problem, total), all = total * problem.groups;
   const int64_t pairs = problem.slots_by_group
-                            ? problem.teams + static_cast<int64_t>(problem.num_sequences) * problem.groups
+                            ? problem.teams + static_cast<int64_t>(problem.num_sequences) * problem.groups - 1
                             : 2 * static_cast<int64_t>(problem.teams);
   std::set<int64_t> used;
   std::map<Item, std::vector<int64_t>> slots_of_parts;
