@@ -1,8 +1,9 @@
 // paged_attention: softmax(query . keys) . values, keys and values read through the block table.
 //
-// This file checks the arguments, says which calls these kernels take, and launches them. They serve
-// sequences with up to 16 query rows for each KV head (decode, speculation); rows of longer ones are
-// left as they are, for the kernel that the caller launches before this one.
+// This file checks the arguments, says which calls these kernels take, and launches them. Decode
+// attention serves sequences with up to 16 query rows for each KV head (decode, speculation), prefill
+// attention those with more, on Hopper. Where prefill attention does not take a call, rows of longer
+// sequences are left as they are, for the kernel that the caller launches before this one.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -13,6 +14,7 @@
 #include "checks.h"
 #include "decode_problem.h"
 #include "launch.h"
+#include "prefill_launch.h"
 
 namespace torch_pagedkv {
 namespace {
@@ -77,6 +79,16 @@ bool paged_attention_takes(
   check_rows(kOp, "query", query, {kAnySize, kAnySize, key_cache.size(3)});
   check_table(kOp, block_table, key_cache.size(1));
   return takes(query, key_cache, value_cache, block_table);
+}
+
+// Whether the rows of long sequences are written here too.
+bool paged_attention_takes_long(
+    const Tensor& query,
+    const Tensor& key_cache,
+    const Tensor& value_cache,
+    const Tensor& block_table) {
+  return paged_attention_takes(query, key_cache, value_cache, block_table) &&
+         takes_prefill(query, key_cache, value_cache);
 }
 
 PoolRows pool_rows(const Tensor& cache) {
@@ -277,6 +289,10 @@ bool paged_attention(
   problem.num_splits = static_cast<int>(std::min<int64_t>(num_splits, kMostCount));
 
   const OnDevice on_device(device);
+  const bool may_be_long = problem.starts.data && tokens * heads > kRows * num_kv_heads;
+  if (may_be_long && takes_prefill(query, key_cache, value_cache)) {
+    attend_prefill(problem, key_cache, value_cache);
+  }
   launch(problem, variant_of(key_cache, value_cache), lse);
   return true;
 }
@@ -294,9 +310,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_pagedkv_cuda, library) {
   library.def(
       "paged_attention_takes(Tensor query, Tensor key_cache, Tensor value_cache, "
       "Tensor block_table) -> bool");
+  library.def(
+      "paged_attention_takes_long(Tensor query, Tensor key_cache, Tensor value_cache, "
+      "Tensor block_table) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_pagedkv_cuda, CUDA, library) {
   library.impl("paged_attention", TORCH_BOX(&torch_pagedkv::paged_attention));
   library.impl("paged_attention_takes", TORCH_BOX(&torch_pagedkv::paged_attention_takes));
+  library.impl("paged_attention_takes_long", TORCH_BOX(&torch_pagedkv::paged_attention_takes_long));
 }

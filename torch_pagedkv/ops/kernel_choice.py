@@ -29,7 +29,7 @@ def cuda_kernel(stem: str, device: int) -> Callable[..., None] | None:
     return getattr(torch.ops.torch_pagedkv_cuda, stem).default
 
 
-# Query rows for each KV head that CUDA C++ attention takes of a sequence; longer ones are Triton's.
+# Query rows for each KV head that CUDA C++ attention takes of a sequence on every GPU that it serves.
 CUDA_ROWS = 16
 
 
@@ -37,6 +37,12 @@ CUDA_ROWS = 16
 def cuda_attention_takes() -> Callable[..., bool]:
     """Return the function that says whether CUDA C++ attention takes (query, pools, block_table)."""
     return torch.ops.torch_pagedkv_cuda.paged_attention_takes.default
+
+
+@functools.cache
+def cuda_attention_takes_long() -> Callable[..., bool]:
+    """Return the function that says whether it writes the rows of longer sequences too."""
+    return torch.ops.torch_pagedkv_cuda.paged_attention_takes_long.default
 
 
 @functools.cache

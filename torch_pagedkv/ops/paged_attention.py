@@ -31,6 +31,7 @@ from torch_pagedkv.ops.argument_checks import (
 from torch_pagedkv.ops.kernel_choice import (
     CUDA_ROWS,
     cuda_attention_takes,
+    cuda_attention_takes_long,
     cuda_kernel,
     native_kernel,
     triton_launcher,
@@ -322,6 +323,8 @@ def _cuda(query, batch, options):
         if are_short and kernel(*arguments):
             return out, lse
         takes_short = not are_short and cuda_attention_takes()(query, *batch[:3])
+        if takes_short and cuda_attention_takes_long()(query, *batch[:3]) and kernel(*arguments):
+            return out, lse
     _check(query, *batch, options)
     # Only the device knows lengths. Triton writes the rows of longer sequences, then CUDA C++ those of
     # the others; a sequence's own rows alone decide, so its bits do not depend on its batch.

@@ -1,0 +1,276 @@
+// Prefill attention on Hopper: tiles of query rows meet the keys that they see, tile after tile.
+//
+// Warpgroups of 64 rows multiply and take the softmax, each with a state of its own for every row. A
+// warpgroup starts the product with the next keys before it takes the softmax of these, and warpgroups
+// take turns in starting products, so that one's softmax falls into the other's products (as in
+// FlashAttention-3, Shah et al. 2024). CTAs stay, and fetch one tile of rows after another.
+
+#pragma once
+
+#include "prefill_loads.cuh"
+#include "prefill_softmax.cuh"
+
+namespace torch_pagedkv {
+
+inline constexpr int kFirstTurnBarrier = 1;  // one for each warpgroup that attends
+
+template <class SHAPE, bool IS_PLAIN>
+class Attendant {
+ public:
+  using Math = typename SHAPE::Math;
+  static constexpr int kKeys = SHAPE::kKeys, kDim = SHAPE::kDim;
+
+  __device__ Attendant(
+      const DecodeProblem& problem, const PrefillGrid& grid, PrefillControl<SHAPE>& control,
+      char* shared)
+      : problem_(problem),
+        grid_(grid),
+        control_(control),
+        group_(static_cast<int>(threadIdx.x) / 128 - 1),
+        warp_(static_cast<int>(threadIdx.x) / 32 - 4),
+        key_stages_(shared_address(shared)),
+        value_stages_(key_stages_ + SHAPE::kStages * SHAPE::kStageBytes),
+        query_(value_stages_ + SHAPE::kStages * SHAPE::kStageBytes + group_ * 64 * kPanelRowBytes),
+        out_(shared + 2 * SHAPE::kStages * SHAPE::kStageBytes + SHAPE::kQueryBytes +
+             warp_ * 16 * SHAPE::kOutRowBytes) {}
+
+  __device__ void run() {
+    Ring<2> slot;
+    if (group_ == 0) arrive_at(kFirstTurnBarrier, 256);
+    while (true) {
+      control_.work_full[slot.index].wait(slot.parity);
+      const PrefillWork& work = control_.work[slot.index];
+      if (work.tiles < 0) break;
+      attend(work);
+      __syncwarp();
+      leave(control_.work_empty[slot.index]);
+      slot.advance();
+    }
+    if (group_ == 0) meet(kFirstTurnBarrier, 256);  // the last turn was handed back
+  }
+
+ private:
+  // A warp says that it is done with what a barrier guards.
+  __device__ void leave(Barrier& barrier) {
+    if (threadIdx.x % 32 == 0) barrier.arrive();
+  }
+
+  __device__ void attend(const PrefillWork& work) {
+    RowTerms<IS_PLAIN> rows(problem_, grid_, work, warp_);
+    SoftmaxState state;
+    float scores[kKeys / 2], acc[kDim / 2];
+    uint32_t weights[kKeys / 4];
+#pragma unroll
+    for (int i = 0; i < kDim / 2; ++i) acc[i] = 0.0f;
+    control_.query_full.wait(query_ring_.parity);
+    query_ring_.advance();
+    const int stop = work.first_tile + work.tiles;
+    if (work.tiles > 0) {
+      int tile = work.first_tile;
+      control_.keys_full[key_ring_.index].wait(key_ring_.parity);
+      multiply_keys(scores);
+      wait_products<0>();
+      pin(scores);
+      float decays[2];
+      state.take(rows, scores, take_scores(work, rows, scores, tile, tile + 1 == stop), decays);
+      pack(weights, scores);
+      for (++tile; tile < stop; ++tile) {
+        control_.keys_full[key_ring_.index].wait(key_ring_.parity);
+        meet(kFirstTurnBarrier + group_, 256);
+        multiply_keys(scores);
+        control_.values_full[value_ring_.index].wait(value_ring_.parity);
+        multiply_values(acc, weights);
+        arrive_at(kFirstTurnBarrier + (group_ + 1) % SHAPE::kGroups, 256);
+        wait_products<1>();
+        pin(scores);
+        const bool is_masked = take_scores(work, rows, scores, tile, tile + 1 == stop);
+        const bool decays_any = state.take(rows, scores, is_masked, decays);
+        pin(scores);
+        // The branch keeps the compiler from waiting for the values before it makes the weights.
+        if (decays_any) {
+          wait_products<0>();
+          pin(acc);
+#pragma unroll
+          for (int i = 0; i < kDim / 2; ++i) acc[i] *= decays[i / 2 % 2];
+        } else {
+          wait_products<0>();
+          pin(acc);
+        }
+        pin(weights);
+        take_values(work, rows, acc, tile - 1);
+        pack(weights, scores);
+      }
+      control_.values_full[value_ring_.index].wait(value_ring_.parity);
+      multiply_values(acc, weights);
+      wait_products<0>();
+      pin(acc);
+      take_values(work, rows, acc, stop - 1);
+    } else {
+      leave(control_.query_empty);
+    }
+    write_rows(work, rows, state, acc);
+  }
+
+  // Starts scores = query . keys.
+  __device__ void multiply_keys(float (&scores)[kKeys / 2]) {
+    const uint32_t keys = key_stages_ + key_ring_.index * SHAPE::kStageBytes;
+    pin(scores);
+    begin_products();
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+      const int panel = step / 4, byte = step % 4 * 32;
+      WarpgroupProduct<Math, kKeys>::of_shared(
+          scores, describe_matrix(query_ + panel * SHAPE::kQueryPanelBytes + byte, 16),
+          describe_matrix(keys + panel * SHAPE::kPanelBytes + byte, 16), step > 0);
+    }
+    commit_products();
+  }
+
+  // Starts acc += weights . values.
+  __device__ void multiply_values(float (&acc)[kDim / 2], uint32_t (&weights)[kKeys / 4]) {
+    const uint32_t values = value_stages_ + value_ring_.index * SHAPE::kStageBytes;
+    pin(acc);
+    pin(weights);
+    begin_products();
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      WarpgroupProduct<Math, kDim>::of_registers(
+          acc, weights + step * 4,
+          describe_matrix(values + step * 16 * kPanelRowBytes, SHAPE::kPanelBytes));
+    }
+    commit_products();
+  }
+
+  // Products are there: makes scores of them, masks them where rows see different keys, which it
+  // returns, and gives the stage back.
+  __device__ bool take_scores(
+      const PrefillWork& work, const RowTerms<IS_PLAIN>& rows, float (&scores)[kKeys / 2], int tile,
+      bool is_last) {
+    const int stage = key_ring_.index;
+    const bool is_missing = control_.is_missing[stage];
+    const bool is_masked = work.template is_edge<kKeys>(tile) || is_missing;
+    if (is_masked) {
+      rows.mask(scores, tile * kKeys, is_missing ? control_.missing[stage] : nullptr);
+    } else {
+      rows.score(scores, tile * kKeys);
+    }
+    __syncwarp();
+    leave(control_.keys_empty[stage]);
+    if (is_last) leave(control_.query_empty);
+    key_ring_.advance();
+    return is_masked;
+  }
+
+  // Weighted values are there: adds those that were cleaned away, and gives the stage back.
+  __device__ void take_values(
+      const PrefillWork& work, const RowTerms<IS_PLAIN>& rows, float (&acc)[kDim / 2], int tile) {
+    const int stage = value_ring_.index;
+    const bool was_cleaned =
+        work.template is_edge<kKeys>(tile) && control_.was_cleaned[stage];
+    __syncwarp();
+    leave(control_.values_empty[stage]);
+    value_ring_.advance();
+    if (was_cleaned) rows.template add_nonfinite<SHAPE>(work, acc, tile * kKeys);
+  }
+
+  __device__ void pack(uint32_t (&weights)[kKeys / 4], const float (&scores)[kKeys / 2]) {
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; ++i) weights[i] = Math::pair(scores[2 * i], scores[2 * i + 1]);
+  }
+
+  // Rows of a warp go through shared memory, so that they are written 16 bytes at a time.
+  __device__ void write_rows(
+      const PrefillWork& work, const RowTerms<IS_PLAIN>& rows, SoftmaxState& state,
+      const float (&acc)[kDim / 2]) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float total = state.sum_up(half);
+      const TileRow row(problem_, grid_, work, warp_ * 16 + g + 8 * half);
+      const bool has_sink = problem_.sinks.data != nullptr;
+      const float sink = has_sink && row.exists ? problem_.sinks.at(row.head, 0.0f) : 0.0f;
+      const RowEnd end(rows.as_score(state.maximum[half]), total, has_sink, sink, 1.0f);
+      const float factor = end.value(1.0f);
+      if (t == 0 && row.exists) {
+        problem_.lse[static_cast<int64_t>(row.head) * problem_.num_tokens + row.token] = end.lse;
+      }
+      char* const target = out_ + (g + 8 * half) * SHAPE::kOutRowBytes + t * 4;
+#pragma unroll
+      for (int tile = 0; tile < kDim / 8; ++tile) {
+        *reinterpret_cast<uint32_t*>(target + tile * 16) =
+            Math::pair(acc[4 * tile + 2 * half] * factor, acc[4 * tile + 2 * half + 1] * factor);
+      }
+    }
+    __syncwarp();
+    constexpr int kPieces = kDim / 8;
+    const int piece = lane % kPieces;
+#pragma unroll
+    for (int of_warp = lane / kPieces; of_warp < 16; of_warp += 32 / kPieces) {
+      const TileRow row(problem_, grid_, work, warp_ * 16 + of_warp);
+      if (!row.exists) continue;
+      const int64_t place =
+          (static_cast<int64_t>(row.token) * problem_.num_heads + row.head) * kDim;
+      *reinterpret_cast<uint4*>(problem_.out + place * 2 + piece * 16) =
+          *reinterpret_cast<const uint4*>(out_ + of_warp * SHAPE::kOutRowBytes + piece * 16);
+    }
+    __syncwarp();
+  }
+
+  const DecodeProblem& problem_;
+  const PrefillGrid& grid_;
+  PrefillControl<SHAPE>& control_;
+  int group_, warp_;  // of those that attend
+  uint32_t key_stages_, value_stages_, query_;
+  char* out_;
+  Ring<SHAPE::kStages> key_ring_, value_ring_;
+  Ring<1> query_ring_;
+};
+
+// On other GPUs than Hopper's this is empty, which PrefillVariant::is_there tells by its shared memory.
+template <class SHAPE, bool IS_PLAIN>
+__global__ void __launch_bounds__(SHAPE::kThreads, 1) prefill_attention(
+    const __grid_constant__ DecodeProblem problem, const __grid_constant__ PrefillGrid grid,
+    const __grid_constant__ CUtensorMap keys, const __grid_constant__ CUtensorMap values) {
+#if defined(TORCH_PAGEDKV_HOPPER)
+  extern __shared__ __align__(1024) char unaligned[];
+  __shared__ PrefillControl<SHAPE> control;
+  char* const shared = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+  if (threadIdx.x == 0) {
+    constexpr int kAttending = 4 * SHAPE::kGroups;
+    for (int stage = 0; stage < SHAPE::kStages; ++stage) {
+      control.keys_full[stage].init(1);
+      control.keys_empty[stage].init(kAttending);
+      control.values_full[stage].init(1);
+      control.values_empty[stage].init(kAttending);
+      control.values_raw[stage].init(1);
+    }
+    control.query_full.init(kHelperThreads);
+    control.query_empty.init(kAttending);
+    for (int slot = 0; slot < 2; ++slot) {
+      control.work_full[slot].init(1);
+      control.work_empty[slot].init(kAttending + kHelperThreads / 32);
+    }
+    publish_barriers();
+    prefetch_map(keys);
+    prefetch_map(values);
+  }
+  __syncthreads();
+  char* const value_stages = shared + SHAPE::kStages * SHAPE::kStageBytes;
+  if (threadIdx.x < 128) {
+    give_up_registers<SHAPE::kLoadRegisters>();
+    if (threadIdx.x < 32) {
+      copy_tiles<SHAPE>(
+          problem, grid, keys, values, control, shared_address(shared),
+          shared_address(value_stages));
+    } else {
+      help<SHAPE>(
+          problem, grid, control, value_stages + SHAPE::kStages * SHAPE::kStageBytes, value_stages);
+    }
+  } else {
+    take_registers<SHAPE::kAttendRegisters>();
+    Attendant<SHAPE, IS_PLAIN>(problem, grid, control, shared).run();
+  }
+#endif
+}
+
+}  // namespace torch_pagedkv

@@ -1,0 +1,34 @@
+// What a launch of prefill attention knows besides the problem that it shares with decode attention.
+
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "decode_problem.h"
+
+namespace torch_pagedkv {
+
+struct PrefillGrid {
+  int tokens_of_tile;  // query tokens that a CTA takes at once, with all heads of a tile
+  int64_t items;       // tiles of query rows, once for each KV head and tile of heads; some are empty
+  int granule;         // positions that are adjacent in memory wherever a tile of keys lies
+  bool query_is_whole; // 16 bytes of a query row can be copied at once
+};
+
+// The kernel for one dtype and width of heads; what a grid is made from.
+struct PrefillVariant {
+  int rows, keys;    // of a tile
+  int shared_bytes;
+  // Whether the library holds this kernel's code for the current device.
+  bool (*is_there)();
+  cudaError_t (*attend)(
+      const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& keys,
+      const CUtensorMap& values, int ctas, cudaStream_t stream);
+};
+
+// The variant for heads of `dim` elements, or null.
+const PrefillVariant* prefill_variant_bfloat16(int dim);
+const PrefillVariant* prefill_variant_float16(int dim);
+
+}  // namespace torch_pagedkv
