@@ -57,6 +57,16 @@ __device__ inline void arrive_at(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
+// True for one lane of a whole warp; what it guards needs no loop over lanes.
+__device__ inline bool elect_one() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred elected;\n"
+               "elect.sync _|elected, 0xFFFFFFFF;\n"
+               "selp.u32 %0, 1, 0, elected;\n}"
+               : "=r"(elected));
+  return elected != 0;
+}
+
 template <int REGISTERS>
 __device__ inline void give_up_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));

@@ -26,6 +26,9 @@ __device__ inline uint64_t describe_matrix(uint32_t address, uint32_t panel_stri
          (address & 0x3FFFF) >> 4;
 }
 
+// The same matrix `bytes` farther on in memory.
+__device__ inline uint64_t farther(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }
+
 // Registers were written that products read.
 __device__ inline void begin_products() {
 #if defined(TORCH_PAGEDKV_HOPPER)
@@ -70,14 +73,20 @@ struct WarpgroupProduct;
   TORCH_PAGEDKV_EIGHT(d, i), TORCH_PAGEDKV_EIGHT(d, i + 8), TORCH_PAGEDKV_EIGHT(d, i + 16), \
       TORCH_PAGEDKV_EIGHT(d, i + 24)
 #define TORCH_PAGEDKV_64(d, i) TORCH_PAGEDKV_32(d, i), TORCH_PAGEDKV_32(d, i + 32)
+#define TORCH_PAGEDKV_128(d, i) TORCH_PAGEDKV_64(d, i), TORCH_PAGEDKV_64(d, i + 64)
 #define TORCH_PAGEDKV_PLACES_32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define TORCH_PAGEDKV_PLACES_64 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
-  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31" \
+  TORCH_PAGEDKV_PLACES_32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TORCH_PAGEDKV_PLACES_128 \
+  TORCH_PAGEDKV_PLACES_64 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // of_shared: both matrices in shared memory, with the sum's elements adjacent in both.
 // of_registers: the left matrix in registers; the right one has columns adjacent in memory.
@@ -103,17 +112,21 @@ struct WarpgroupProduct;
   }
 #define TORCH_PAGEDKV_PRODUCTS(MATH, TYPE)                                                             \
   TORCH_PAGEDKV_PRODUCT(MATH, TYPE, 64, TORCH_PAGEDKV_PLACES_32, TORCH_PAGEDKV_32, "32", "33", "34",  \
-                        "35", "36", "37");                                                                  \
+                        "35", "36", "37");                                                            \
   TORCH_PAGEDKV_PRODUCT(MATH, TYPE, 128, TORCH_PAGEDKV_PLACES_64, TORCH_PAGEDKV_64, "64", "65", "66", \
-                        "67", "68", "69")
+                        "67", "68", "69");                                                            \
+  TORCH_PAGEDKV_PRODUCT(MATH, TYPE, 256, TORCH_PAGEDKV_PLACES_128, TORCH_PAGEDKV_128, "128", "129",   \
+                        "130", "131", "132", "133")
 
 TORCH_PAGEDKV_PRODUCTS(BFloat16Math, "bf16");
 TORCH_PAGEDKV_PRODUCTS(HalfMath, "f16");
 
 #undef TORCH_PAGEDKV_PRODUCTS
 #undef TORCH_PAGEDKV_PRODUCT
+#undef TORCH_PAGEDKV_PLACES_128
 #undef TORCH_PAGEDKV_PLACES_64
 #undef TORCH_PAGEDKV_PLACES_32
+#undef TORCH_PAGEDKV_128
 #undef TORCH_PAGEDKV_64
 #undef TORCH_PAGEDKV_32
 #undef TORCH_PAGEDKV_EIGHT

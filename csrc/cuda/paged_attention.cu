@@ -70,7 +70,9 @@ bool takes(
              variant_of(key_cache, value_cache).shared_bytes;
 }
 
-bool paged_attention_takes(
+// 0: the call is left to another kernel; 1: it is taken, without the rows of long sequences; 2: it is
+// taken.
+int64_t paged_attention_takes(
     const Tensor& query,
     const Tensor& key_cache,
     const Tensor& value_cache,
@@ -78,17 +80,8 @@ bool paged_attention_takes(
   check_pools(kOp, key_cache, value_cache);
   check_rows(kOp, "query", query, {kAnySize, kAnySize, key_cache.size(3)});
   check_table(kOp, block_table, key_cache.size(1));
-  return takes(query, key_cache, value_cache, block_table);
-}
-
-// Whether the rows of long sequences are written here too.
-bool paged_attention_takes_long(
-    const Tensor& query,
-    const Tensor& key_cache,
-    const Tensor& value_cache,
-    const Tensor& block_table) {
-  return paged_attention_takes(query, key_cache, value_cache, block_table) &&
-         takes_prefill(query, key_cache, value_cache);
+  if (!takes(query, key_cache, value_cache, block_table)) return 0;
+  return takes_prefill(query, key_cache, value_cache) ? 2 : 1;
 }
 
 PoolRows pool_rows(const Tensor& cache) {
@@ -291,7 +284,7 @@ bool paged_attention(
   const OnDevice on_device(device);
   const bool may_be_long = problem.starts.data && tokens * heads > kRows * num_kv_heads;
   if (may_be_long && takes_prefill(query, key_cache, value_cache)) {
-    attend_prefill(problem, key_cache, value_cache);
+    attend_prefill(problem, lse, key_cache, value_cache);
   }
   launch(problem, variant_of(key_cache, value_cache), lse);
   return true;
@@ -309,14 +302,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_pagedkv_cuda, library) {
       "-> bool");
   library.def(
       "paged_attention_takes(Tensor query, Tensor key_cache, Tensor value_cache, "
-      "Tensor block_table) -> bool");
-  library.def(
-      "paged_attention_takes_long(Tensor query, Tensor key_cache, Tensor value_cache, "
-      "Tensor block_table) -> bool");
+      "Tensor block_table) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_pagedkv_cuda, CUDA, library) {
   library.impl("paged_attention", TORCH_BOX(&torch_pagedkv::paged_attention));
   library.impl("paged_attention_takes", TORCH_BOX(&torch_pagedkv::paged_attention_takes));
-  library.impl("paged_attention_takes_long", TORCH_BOX(&torch_pagedkv::paged_attention_takes_long));
 }

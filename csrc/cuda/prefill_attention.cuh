@@ -12,7 +12,8 @@
 
 namespace torch_pagedkv {
 
-inline constexpr int kFirstTurnBarrier = 1;  // one for each warpgroup that attends
+// One for each warpgroup that attends: whose turn it is, and where its warps meet.
+inline constexpr int kFirstTurnBarrier = 1, kFirstGroupBarrier = 5;
 
 template <class SHAPE, bool IS_PLAIN>
 class Attendant {
@@ -31,11 +32,11 @@ class Attendant {
         key_stages_(shared_address(shared)),
         value_stages_(key_stages_ + SHAPE::kStages * SHAPE::kStageBytes),
         query_(value_stages_ + SHAPE::kStages * SHAPE::kStageBytes + group_ * 64 * kPanelRowBytes),
-        out_(shared + 2 * SHAPE::kStages * SHAPE::kStageBytes + SHAPE::kQueryBytes +
-             warp_ * 16 * SHAPE::kOutRowBytes) {}
+        out_(shared + 2 * SHAPE::kStages * SHAPE::kStageBytes +
+             (SHAPE::kOutIsQuery ? 0 : SHAPE::kQueryBytes) + warp_ * 16 * kPanelRowBytes) {}
 
   __device__ void run() {
-    Ring<2> slot;
+    Ring<kWorkSlots> slot;
     if (group_ == 0) arrive_at(kFirstTurnBarrier, 256);
     while (true) {
       control_.work_full[slot.index].wait(slot.parity);
@@ -65,14 +66,19 @@ class Attendant {
     control_.query_full.wait(query_ring_.parity);
     query_ring_.advance();
     const int stop = work.first_tile + work.tiles;
+    const int whole_from = (work.seen_by_all_from + kKeys - 1) / kKeys;
+    const int whole_to = work.seen_by_all_to / kKeys;
+    const auto is_edge = [&](int tile) { return tile < whole_from || tile >= whole_to; };
     if (work.tiles > 0) {
       int tile = work.first_tile;
       control_.keys_full[key_ring_.index].wait(key_ring_.parity);
       multiply_keys(scores);
+      bool is_masked = is_edge(tile) || control_.is_missing[key_ring_.index];
       wait_products<0>();
       pin(scores);
+      take_scores(rows, scores, tile, is_masked, tile + 1 == stop);
       float decays[2];
-      state.take(rows, scores, take_scores(work, rows, scores, tile, tile + 1 == stop), decays);
+      state.take(rows, scores, is_masked, decays);
       pack(weights, scores);
       for (++tile; tile < stop; ++tile) {
         control_.keys_full[key_ring_.index].wait(key_ring_.parity);
@@ -81,9 +87,11 @@ class Attendant {
         control_.values_full[value_ring_.index].wait(value_ring_.parity);
         multiply_values(acc, weights);
         arrive_at(kFirstTurnBarrier + (group_ + 1) % SHAPE::kGroups, 256);
+        is_masked = is_edge(tile) || control_.is_missing[key_ring_.index];
+        const bool was_cleaned = is_edge(tile - 1) && control_.was_cleaned[value_ring_.index];
         wait_products<1>();
         pin(scores);
-        const bool is_masked = take_scores(work, rows, scores, tile, tile + 1 == stop);
+        take_scores(rows, scores, tile, is_masked, tile + 1 == stop);
         const bool decays_any = state.take(rows, scores, is_masked, decays);
         pin(scores);
         // The branch keeps the compiler from waiting for the values before it makes the weights.
@@ -97,78 +105,79 @@ class Attendant {
           pin(acc);
         }
         pin(weights);
-        take_values(work, rows, acc, tile - 1);
+        take_values(work, rows, acc, tile - 1, was_cleaned);
         pack(weights, scores);
       }
       control_.values_full[value_ring_.index].wait(value_ring_.parity);
       multiply_values(acc, weights);
+      const bool was_cleaned = is_edge(stop - 1) && control_.was_cleaned[value_ring_.index];
       wait_products<0>();
       pin(acc);
-      take_values(work, rows, acc, stop - 1);
-    } else {
+      take_values(work, rows, acc, stop - 1, was_cleaned);
+    } else if (!SHAPE::kOutIsQuery) {
       leave(control_.query_empty);
     }
+    if (SHAPE::kOutIsQuery) meet(kFirstGroupBarrier + group_, 128);  // its warps read the query
     write_rows(work, rows, state, acc);
+    if (SHAPE::kOutIsQuery) leave(control_.query_empty);
   }
 
   // Starts scores = query . keys.
   __device__ void multiply_keys(float (&scores)[kKeys / 2]) {
-    const uint32_t keys = key_stages_ + key_ring_.index * SHAPE::kStageBytes;
+    const uint64_t query = describe_matrix(query_, 16);
+    const uint64_t keys =
+        describe_matrix(key_stages_ + key_ring_.index * SHAPE::kStageBytes, 16);
     pin(scores);
     begin_products();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
       const int panel = step / 4, byte = step % 4 * 32;
       WarpgroupProduct<Math, kKeys>::of_shared(
-          scores, describe_matrix(query_ + panel * SHAPE::kQueryPanelBytes + byte, 16),
-          describe_matrix(keys + panel * SHAPE::kPanelBytes + byte, 16), step > 0);
+          scores, farther(query, panel * SHAPE::kQueryPanelBytes + byte),
+          farther(keys, panel * SHAPE::kPanelBytes + byte), step > 0);
     }
     commit_products();
   }
 
   // Starts acc += weights . values.
   __device__ void multiply_values(float (&acc)[kDim / 2], uint32_t (&weights)[kKeys / 4]) {
-    const uint32_t values = value_stages_ + value_ring_.index * SHAPE::kStageBytes;
+    const uint64_t values = describe_matrix(
+        value_stages_ + value_ring_.index * SHAPE::kStageBytes, SHAPE::kPanelBytes);
     pin(acc);
     pin(weights);
     begin_products();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
       WarpgroupProduct<Math, kDim>::of_registers(
-          acc, weights + step * 4,
-          describe_matrix(values + step * 16 * kPanelRowBytes, SHAPE::kPanelBytes));
+          acc, weights + step * 4, farther(values, step * 16 * kPanelRowBytes));
     }
     commit_products();
   }
 
-  // Products are there: makes scores of them, masks them where rows see different keys, which it
-  // returns, and gives the stage back.
-  __device__ bool take_scores(
-      const PrefillWork& work, const RowTerms<IS_PLAIN>& rows, float (&scores)[kKeys / 2], int tile,
+  // Products are there: makes scores of them, masks them where rows see different keys, and gives the
+  // stage back.
+  __device__ void take_scores(
+      const RowTerms<IS_PLAIN>& rows, float (&scores)[kKeys / 2], int tile, bool is_masked,
       bool is_last) {
     const int stage = key_ring_.index;
-    const bool is_missing = control_.is_missing[stage];
-    const bool is_masked = work.template is_edge<kKeys>(tile) || is_missing;
     if (is_masked) {
+      const bool is_missing = control_.is_missing[stage];
       rows.mask(scores, tile * kKeys, is_missing ? control_.missing[stage] : nullptr);
     } else {
       rows.score(scores, tile * kKeys);
     }
     __syncwarp();
     leave(control_.keys_empty[stage]);
-    if (is_last) leave(control_.query_empty);
+    if (is_last && !SHAPE::kOutIsQuery) leave(control_.query_empty);
     key_ring_.advance();
-    return is_masked;
   }
 
   // Weighted values are there: adds those that were cleaned away, and gives the stage back.
   __device__ void take_values(
-      const PrefillWork& work, const RowTerms<IS_PLAIN>& rows, float (&acc)[kDim / 2], int tile) {
-    const int stage = value_ring_.index;
-    const bool was_cleaned =
-        work.template is_edge<kKeys>(tile) && control_.was_cleaned[stage];
+      const PrefillWork& work, const RowTerms<IS_PLAIN>& rows, float (&acc)[kDim / 2], int tile,
+      bool was_cleaned) {
     __syncwarp();
-    leave(control_.values_empty[stage]);
+    leave(control_.values_empty[value_ring_.index]);
     value_ring_.advance();
     if (was_cleaned) rows.template add_nonfinite<SHAPE>(work, acc, tile * kKeys);
   }
@@ -194,10 +203,9 @@ class Attendant {
       if (t == 0 && row.exists) {
         problem_.lse[static_cast<int64_t>(row.head) * problem_.num_tokens + row.token] = end.lse;
       }
-      char* const target = out_ + (g + 8 * half) * SHAPE::kOutRowBytes + t * 4;
 #pragma unroll
       for (int tile = 0; tile < kDim / 8; ++tile) {
-        *reinterpret_cast<uint32_t*>(target + tile * 16) =
+        *reinterpret_cast<uint32_t*>(out_piece(g + 8 * half, tile) + t * 4) =
             Math::pair(acc[4 * tile + 2 * half] * factor, acc[4 * tile + 2 * half + 1] * factor);
       }
     }
@@ -211,9 +219,15 @@ class Attendant {
       const int64_t place =
           (static_cast<int64_t>(row.token) * problem_.num_heads + row.head) * kDim;
       *reinterpret_cast<uint4*>(problem_.out + place * 2 + piece * 16) =
-          *reinterpret_cast<const uint4*>(out_ + of_warp * SHAPE::kOutRowBytes + piece * 16);
+          *reinterpret_cast<const uint4*>(out_piece(of_warp, piece));
     }
     __syncwarp();
+  }
+
+  // 8 elements of a row of this warp, laid out as the query is.
+  __device__ char* out_piece(int row, int piece) const {
+    return out_ + piece / 8 * SHAPE::kQueryPanelBytes +
+           swizzled<kPanelRowBytes>(row, piece % 8 * 16);
   }
 
   const DecodeProblem& problem_;
@@ -246,9 +260,9 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) prefill_attention(
     }
     control.query_full.init(kHelperThreads);
     control.query_empty.init(kAttending);
-    for (int slot = 0; slot < 2; ++slot) {
+    for (int slot = 0; slot < kWorkSlots; ++slot) {
       control.work_full[slot].init(1);
-      control.work_empty[slot].init(kAttending + kHelperThreads / 32);
+      control.work_empty[slot].init(kAttending + 4);
     }
     publish_barriers();
     prefetch_map(keys);
@@ -259,9 +273,9 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) prefill_attention(
   if (threadIdx.x < 128) {
     give_up_registers<SHAPE::kLoadRegisters>();
     if (threadIdx.x < 32) {
-      copy_tiles<SHAPE>(
-          problem, grid, keys, values, control, shared_address(shared),
-          shared_address(value_stages));
+      copy_tiles<SHAPE, true>(problem, grid, keys, control, shared_address(shared));
+    } else if (threadIdx.x < 64) {
+      copy_tiles<SHAPE, false>(problem, grid, values, control, shared_address(value_stages));
     } else {
       help<SHAPE>(
           problem, grid, control, value_stages + SHAPE::kStages * SHAPE::kStageBytes, value_stages);

@@ -2,6 +2,8 @@
 
 #include "prefill_launch.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include <algorithm>
 
 #include "launch.h"
@@ -81,13 +83,12 @@ bool takes_prefill(const Tensor& query, const Tensor& key_cache, const Tensor& v
   const int32_t device = key_cache.get_device_index();
   const OnDevice on_device(device);
   return device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) == 9 &&
-         device_attribute(kOp, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) >=
-             variant->shared_bytes &&
-         variant->is_there() && encode_tiled() != nullptr;
+         variant->is_there(device) && encode_tiled() != nullptr;
 }
 
 void attend_prefill(
-    const DecodeProblem& problem, const Tensor& key_cache, const Tensor& value_cache) {
+    const DecodeProblem& problem, const Tensor& lse, const Tensor& key_cache,
+    const Tensor& value_cache) {
   const PrefillVariant& variant = *variant_of(key_cache);
   const int32_t device = key_cache.get_device_index();
   PrefillGrid grid{};
@@ -99,10 +100,17 @@ void attend_prefill(
   grid.query_is_whole = problem.query_is_aligned;
   const int64_t multiprocessors = device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
   const int ctas = static_cast<int>(std::min(grid.items, multiprocessors));
+  const cudaStream_t stream = current_stream(device);
+  std::optional<Tensor> counter;
+  if (grid.items > ctas) {
+    counter.emplace(torch::stable::new_empty(lse, {1}));
+    grid.taken = static_cast<unsigned*>(counter->data_ptr());
+    check_cuda(kOp, cudaMemsetAsync(grid.taken, 0, sizeof *grid.taken, stream));
+  }
   check_cuda(
       kOp, variant.attend(
                problem, grid, map_of(key_cache, grid.granule), map_of(value_cache, grid.granule),
-               ctas, current_stream(device)));
+               ctas, stream));
 }
 
 }  // namespace torch_pagedkv

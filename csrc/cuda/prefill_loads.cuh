@@ -1,5 +1,6 @@
-// The warpgroup that brings what the others attend with: one warp finds work and copies keys and
-// values through the block table, three copy query rows and clean values at the edges of what is seen.
+// The warpgroup that brings what the others attend with: one warp copies keys through the block table,
+// one copies values, two copy query rows and clean values at the edges of what is seen; one of these
+// finds the next work while the others attend to this.
 
 #pragma once
 
@@ -8,40 +9,35 @@
 
 namespace torch_pagedkv {
 
-inline constexpr int kHelperThreads = 96;
+inline constexpr int kHelperThreads = 64;
 inline constexpr int kHelperBarrier = 15;
 
-// Copies tiles of keys and values. Called by a whole warp.
-template <class SHAPE>
+// Copies tiles of keys, or of values. Called by a whole warp.
+template <class SHAPE, bool IS_KEYS>
 class TileCopier {
  public:
   __device__ TileCopier(
-      const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& keys,
-      const CUtensorMap& values, PrefillControl<SHAPE>& control, uint32_t key_stages,
-      uint32_t value_stages)
+      const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
+      PrefillControl<SHAPE>& control, uint32_t stages)
       : problem_(problem),
         grid_(grid),
-        keys_(keys),
-        values_(values),
+        map_(map),
         control_(control),
-        key_stages_(key_stages),
-        value_stages_(value_stages) {}
+        stages_(stages),
+        issues_(elect_one()) {}
 
   __device__ void copy_all(const PrefillWork& work) {
     look_up(work, work.first_tile);
     for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
-      const int stage = ring_.index, lane = threadIdx.x % 32;
-      control_.keys_empty[stage].wait(ring_.parity ^ 1);
-      mark_missing(stage);
-      if (lane == 0) control_.keys_full[stage].arrive_and_expect(SHAPE::kStageBytes);
-      __syncwarp();
-      issue(key_stages_ + stage * SHAPE::kStageBytes, keys_, control_.keys_full[stage], work.kv_head);
-      control_.values_empty[stage].wait(ring_.parity ^ 1);
-      Barrier& target = work.is_edge<SHAPE::kKeys>(tile) ? control_.values_raw[stage]
-                                                         : control_.values_full[stage];
-      if (lane == 0) target.arrive_and_expect(SHAPE::kStageBytes);
-      __syncwarp();
-      issue(value_stages_ + stage * SHAPE::kStageBytes, values_, target, work.kv_head);
+      const int stage = ring_.index;
+      Barrier& is_empty = IS_KEYS ? control_.keys_empty[stage] : control_.values_empty[stage];
+      Barrier& is_full = IS_KEYS ? control_.keys_full[stage]
+                         : work.is_edge<SHAPE::kKeys>(tile) ? control_.values_raw[stage]
+                                                            : control_.values_full[stage];
+      is_empty.wait(ring_.parity ^ 1);
+      if (IS_KEYS) mark_missing(stage);
+      if (issues_) is_full.arrive_and_expect(SHAPE::kStageBytes);
+      issue(stages_ + stage * SHAPE::kStageBytes, is_full, work.kv_head);
       look_up(work, tile + 1);
       ring_.advance();
     }
@@ -98,25 +94,37 @@ class TileCopier {
     __syncwarp();
   }
 
-  __device__ void issue(uint32_t target, const CUtensorMap& map, Barrier& barrier, int kv_head) {
+  __device__ void issue(uint32_t target, Barrier& barrier, int kv_head) {
+    const int granules = SHAPE::kKeys / grid_.granule;
+    const uint32_t granule_bytes = grid_.granule * kPanelRowBytes;
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
-      const int within = (threadIdx.x % 32 + 32 * i) * grid_.granule;
-      if (within >= SHAPE::kKeys) break;
+      if (32 * i >= granules) break;
+      const int count = min(32, granules - 32 * i);
+#pragma unroll 4
+      for (int lane = 0; lane < count; ++lane) {
+        const int block = __shfl_sync(0xFFFFFFFF, blocks_[i], lane);
+        const int offset = __shfl_sync(0xFFFFFFFF, offsets_[i], lane);
+        if (issues_) {
 #pragma unroll
-      for (int panel = 0; panel < SHAPE::kPanels; ++panel) {
-        copy_rows(
-            target + panel * SHAPE::kPanelBytes + within * kPanelRowBytes, map, barrier,
-            panel * kPanelElements, offsets_[i], kv_head, blocks_[i]);
+          for (int panel = 0; panel < SHAPE::kPanels; ++panel) {
+            copy_rows(
+                target + panel * SHAPE::kPanelBytes, map_, barrier, panel * kPanelElements, offset,
+                kv_head, block);
+          }
+        }
+        target += granule_bytes;
       }
     }
+    __syncwarp();
   }
 
   const DecodeProblem& problem_;
   const PrefillGrid& grid_;
-  const CUtensorMap &keys_, &values_;
+  const CUtensorMap& map_;
   PrefillControl<SHAPE>& control_;
-  uint32_t key_stages_, value_stages_;
+  uint32_t stages_;
+  bool issues_;  // this lane
   Ring<SHAPE::kStages> ring_;
   int blocks_[kOfLane], offsets_[kOfLane];
   uint32_t missing_ = 0;
@@ -131,8 +139,9 @@ __device__ inline void copy_query(
   static_assert(kHelperThreads % kPieces == 0);
   const int piece = thread % kPieces;
   char* const panel = target + piece / 8 * SHAPE::kQueryPanelBytes;
+  const int heads = problem.heads_of_tile;
+  int token = thread / kPieces / heads, head = thread / kPieces % heads;
   for (int row = thread / kPieces; row < SHAPE::kRows; row += kHelperThreads / kPieces) {
-    const int token = row / problem.heads_of_tile, head = row % problem.heads_of_tile;
     const bool is_row = token < grid.tokens_of_tile && work.first + token < work.query_length &&
                         head < work.heads;
     const int64_t of_call = work.start + work.first + token;
@@ -148,6 +157,7 @@ __device__ inline void copy_query(
       if (is_row) load_eight(source, false, pairs);
       *reinterpret_cast<uint4*>(place) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
+    for (head += kHelperThreads / kPieces; head >= heads; head -= heads) ++token;
   }
   commit_copies();
   wait_copies<0>();
@@ -161,6 +171,7 @@ __device__ inline bool clean_values(char* stage, int thread) {
   constexpr uint32_t kExponent = SHAPE::Math::kExponent;
   constexpr uint32_t kCarry = kExponent ^ 0x7FFF7FFF;  // fills the mantissa's place
   bool found = false;
+#pragma unroll 4
   for (int byte = thread * 16; byte < SHAPE::kStageBytes; byte += kHelperThreads * 16) {
     uint4& place = *reinterpret_cast<uint4*>(stage + byte);
     uint32_t words[4] = {place.x, place.y, place.z, place.w};
@@ -175,26 +186,54 @@ __device__ inline bool clean_values(char* stage, int thread) {
   return found;
 }
 
+// The item after those that CTAs have taken so far: whoever is ready first takes the next, so that the
+// order of items, from the most keys to the fewest in a sequence, leaves little to do at the end.
+__device__ inline int64_t next_item(const PrefillGrid& grid) {
+  if (grid.taken == nullptr) return grid.items;
+  unsigned taken = 0;
+  if (threadIdx.x % 32 == 0) taken = atomicAdd(grid.taken, 1u);
+  return static_cast<int64_t>(gridDim.x) + __shfl_sync(0xFFFFFFFF, taken, 0);
+}
+
+// Finds the first work from an item on, and tells all warps. Called by a whole warp.
+template <class SHAPE>
+__device__ inline void publish_work(
+    const DecodeProblem& problem, const PrefillGrid& grid, PrefillControl<SHAPE>& control,
+    Ring<kWorkSlots>& slot, int64_t item) {
+  PrefillWork work{};
+  while (item < grid.items && !find_work<SHAPE::kKeys>(problem, grid, item, work)) {
+    item = next_item(grid);
+  }
+  if (item >= grid.items) work.tiles = -1;
+  control.work_empty[slot.index].wait(slot.parity ^ 1);
+  if (threadIdx.x % 32 == 0) {
+    control.work[slot.index] = work;
+    control.work_full[slot.index].arrive();
+  }
+  __syncwarp();
+  slot.advance();
+}
+
 template <class SHAPE>
 __device__ inline void help(
     const DecodeProblem& problem, const PrefillGrid& grid, PrefillControl<SHAPE>& control,
     char* query, char* value_stages) {
-  const int thread = static_cast<int>(threadIdx.x) - 32;
-  Ring<2> slot;
+  const int thread = static_cast<int>(threadIdx.x) - 64;
+  const bool publishes = thread < 32;
+  Ring<kWorkSlots> slot, next_slot;
   Ring<1> of_query;
   int stage = 0;
   uint32_t raw_parities = 0;
+  if (publishes) publish_work<SHAPE>(problem, grid, control, next_slot, blockIdx.x);
   while (true) {
     control.work_full[slot.index].wait(slot.parity);
-    const PrefillWork work = control.work[slot.index];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) control.work_empty[slot.index].arrive();
-    slot.advance();
+    const PrefillWork& work = control.work[slot.index];
     if (work.tiles < 0) return;
     control.query_empty.wait(of_query.parity ^ 1);
     copy_query<SHAPE>(problem, grid, work, query, thread);
     control.query_full.arrive();
     of_query.advance();
+    if (publishes) publish_work<SHAPE>(problem, grid, control, next_slot, next_item(grid));
     for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
       if (work.is_edge<SHAPE::kKeys>(tile)) {
         control.values_raw[stage].wait(raw_parities >> stage & 1);
@@ -210,37 +249,27 @@ __device__ inline void help(
       }
       stage = stage == SHAPE::kStages - 1 ? 0 : stage + 1;
     }
+    __syncwarp();
+    if (thread % 32 == 0) control.work_empty[slot.index].arrive();
+    slot.advance();
   }
 }
 
-template <class SHAPE>
+// Copies the keys, or the values, of all work.
+template <class SHAPE, bool IS_KEYS>
 __device__ inline void copy_tiles(
-    const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& keys,
-    const CUtensorMap& values, PrefillControl<SHAPE>& control, uint32_t key_stages,
-    uint32_t value_stages) {
-  TileCopier<SHAPE> copier(problem, grid, keys, values, control, key_stages, value_stages);
-  Ring<2> slot;
-  // Items come from the most keys to the fewest: CTAs that had the larger share of one round get the
-  // smaller share of the next.
-  int64_t round = 0;
+    const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
+    PrefillControl<SHAPE>& control, uint32_t stages) {
+  TileCopier<SHAPE, IS_KEYS> copier(problem, grid, map, control, stages);
+  Ring<kWorkSlots> slot;
   while (true) {
-    PrefillWork work{};
-    bool is_found = false;
-    for (; round * gridDim.x < grid.items && !is_found; ++round) {
-      const unsigned place = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-      const int64_t item = round * gridDim.x + place;
-      is_found = item < grid.items && find_work<SHAPE::kKeys>(problem, grid, item, work);
-    }
-    if (!is_found) work.tiles = -1;
-    control.work_empty[slot.index].wait(slot.parity ^ 1);
-    if (threadIdx.x == 0) {
-      control.work[slot.index] = work;
-      control.work_full[slot.index].arrive();
-    }
-    __syncwarp();
-    slot.advance();
-    if (!is_found) return;
+    control.work_full[slot.index].wait(slot.parity);
+    const PrefillWork& work = control.work[slot.index];
+    if (work.tiles < 0) return;
     copier.copy_all(work);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) control.work_empty[slot.index].arrive();
+    slot.advance();
   }
 }
 

@@ -12,16 +12,16 @@ namespace torch_pagedkv {
 struct PrefillGrid {
   int tokens_of_tile;  // query tokens that a CTA takes at once, with all heads of a tile
   int64_t items;       // tiles of query rows, once for each KV head and tile of heads; some are empty
+  unsigned* taken;     // items that CTAs took after their first one, 0 at the start; null: none is left
   int granule;         // positions that are adjacent in memory wherever a tile of keys lies
   bool query_is_whole; // 16 bytes of a query row can be copied at once
 };
 
 // The kernel for one dtype and width of heads; what a grid is made from.
 struct PrefillVariant {
-  int rows, keys;    // of a tile
-  int shared_bytes;
-  // Whether the library holds this kernel's code for the current device.
-  bool (*is_there)();
+  int rows, keys;  // of a tile
+  // Whether the library holds this kernel's code for a device, the current one; asked before launches.
+  bool (*is_there)(int device);
   cudaError_t (*attend)(
       const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& keys,
       const CUtensorMap& values, int ctas, cudaStream_t stream);

@@ -22,10 +22,11 @@ struct PrefillShape {
   static constexpr int kStageBytes = kPanels * kPanelBytes;
   static constexpr int kQueryPanelBytes = kRows * kPanelRowBytes;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
-  // Rows of the output wait here to be written; the padding keeps 8 rows in different banks.
-  static constexpr int kOutRowBytes = DIM * 2 + 16;
-  static constexpr int kOutBytes = kRows * kOutRowBytes;
-  static constexpr int kSharedBytes = 2 * STAGES * kStageBytes + kQueryBytes + kOutBytes + 1024;
+  // Rows of the output wait to be written where the query lies, or beside it where there is room: the
+  // next query can then come sooner.
+  static constexpr bool kOutIsQuery = DIM > 128;
+  static constexpr int kSharedBytes =
+      2 * STAGES * kStageBytes + (kOutIsQuery ? 1 : 2) * kQueryBytes + 1024;
   // A multiprocessor's 64 Ki registers, in the numbers that can be asked for.
   static constexpr int kAttendRegisters = GROUPS == 2 ? 232 : 160;
   static constexpr int kLoadRegisters = GROUPS == 2 ? 40 : 32;
@@ -92,16 +93,18 @@ __device__ inline bool find_work(
   return true;
 }
 
+// Work is found so much ahead that no warp waits for it.
+inline constexpr int kWorkSlots = 3;
+
 // What warps tell each other. Keys and values have the same stages, filled and emptied separately.
 template <class SHAPE>
 struct PrefillControl {
-  static constexpr int kSlots = 2;
   Barrier keys_full[SHAPE::kStages], keys_empty[SHAPE::kStages];
   Barrier values_full[SHAPE::kStages], values_empty[SHAPE::kStages];
   Barrier values_raw[SHAPE::kStages];  // values of an edge, before they were cleaned
   Barrier query_full, query_empty;
-  Barrier work_full[kSlots], work_empty[kSlots];
-  PrefillWork work[kSlots];
+  Barrier work_full[kWorkSlots], work_empty[kWorkSlots];
+  PrefillWork work[kWorkSlots];
   uint32_t missing[SHAPE::kStages][SHAPE::kKeys / 32];  // keys whose block is not in the pool
   bool is_missing[SHAPE::kStages];                      // whether there are any
   bool was_cleaned[SHAPE::kStages];                     // whether values were not finite
