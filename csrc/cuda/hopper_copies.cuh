@@ -92,4 +92,15 @@ __device__ inline void copy_rows(
       : "memory");
 }
 
+// The same for rows (token, head) of the query.
+__device__ inline void copy_query_rows(
+    uint32_t target, const CUtensorMap& map, Barrier& barrier, int element, int head, int token) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5}], [%2];"
+      :: "r"(target), "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier.address()), "r"(element),
+         "r"(head), "r"(token)
+      : "memory");
+}
+
 }  // namespace torch_pagedkv

@@ -30,9 +30,11 @@ class Attendant {
         group_(static_cast<int>(threadIdx.x) / 128 - 1),
         warp_(static_cast<int>(threadIdx.x) / 32 - 4),
         key_stages_(shared_address(shared)),
-        value_stages_(key_stages_ + SHAPE::kStages * SHAPE::kStageBytes),
-        query_(value_stages_ + SHAPE::kStages * SHAPE::kStageBytes + group_ * 64 * kPanelRowBytes),
-        out_(shared + 2 * SHAPE::kStages * SHAPE::kStageBytes +
+        value_stages_(key_stages_ + SHAPE::kKeyStages * SHAPE::kStageBytes),
+        query_(
+            value_stages_ + SHAPE::kValueStages * SHAPE::kStageBytes +
+            group_ * 64 * kPanelRowBytes),
+        out_(shared + (SHAPE::kKeyStages + SHAPE::kValueStages) * SHAPE::kStageBytes +
              (SHAPE::kOutIsQuery ? 0 : SHAPE::kQueryBytes) + warp_ * 16 * kPanelRowBytes) {}
 
   __device__ void run() {
@@ -236,7 +238,8 @@ class Attendant {
   int group_, warp_;  // of those that attend
   uint32_t key_stages_, value_stages_, query_;
   char* out_;
-  Ring<SHAPE::kStages> key_ring_, value_ring_;
+  Ring<SHAPE::kKeyStages> key_ring_;
+  Ring<SHAPE::kValueStages> value_ring_;
   Ring<1> query_ring_;
 };
 
@@ -244,41 +247,47 @@ class Attendant {
 template <class SHAPE, bool IS_PLAIN>
 __global__ void __launch_bounds__(SHAPE::kThreads, 1) prefill_attention(
     const __grid_constant__ DecodeProblem problem, const __grid_constant__ PrefillGrid grid,
-    const __grid_constant__ CUtensorMap keys, const __grid_constant__ CUtensorMap values) {
+    const __grid_constant__ PrefillMaps maps) {
 #if defined(TORCH_PAGEDKV_HOPPER)
   extern __shared__ __align__(1024) char unaligned[];
   __shared__ PrefillControl<SHAPE> control;
   char* const shared = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
   if (threadIdx.x == 0) {
     constexpr int kAttending = 4 * SHAPE::kGroups;
-    for (int stage = 0; stage < SHAPE::kStages; ++stage) {
+    for (int stage = 0; stage < SHAPE::kKeyStages; ++stage) {
       control.keys_full[stage].init(1);
       control.keys_empty[stage].init(kAttending);
+    }
+    for (int stage = 0; stage < SHAPE::kValueStages; ++stage) {
       control.values_full[stage].init(1);
       control.values_empty[stage].init(kAttending);
       control.values_raw[stage].init(1);
     }
-    control.query_full.init(kHelperThreads);
+    control.query_full.init(1);
     control.query_empty.init(kAttending);
     for (int slot = 0; slot < kWorkSlots; ++slot) {
       control.work_full[slot].init(1);
       control.work_empty[slot].init(kAttending + 4);
     }
     publish_barriers();
-    prefetch_map(keys);
-    prefetch_map(values);
+    prefetch_map(maps.keys);
+    prefetch_map(maps.values);
   }
   __syncthreads();
-  char* const value_stages = shared + SHAPE::kStages * SHAPE::kStageBytes;
+  char* const value_stages = shared + SHAPE::kKeyStages * SHAPE::kStageBytes;
   if (threadIdx.x < 128) {
     give_up_registers<SHAPE::kLoadRegisters>();
-    if (threadIdx.x < 32) {
-      copy_tiles<SHAPE, true>(problem, grid, keys, control, shared_address(shared));
-    } else if (threadIdx.x < 64) {
-      copy_tiles<SHAPE, false>(problem, grid, values, control, shared_address(value_stages));
+    const int warp = threadIdx.x / 32;
+    if (warp == 0) {
+      copy_tiles<SHAPE, true>(problem, grid, maps.keys, control, shared_address(shared));
+    } else if (warp == 1) {
+      copy_tiles<SHAPE, false>(problem, grid, maps.values, control, shared_address(value_stages));
+    } else if (warp == 2) {
+      bring_queries<SHAPE>(
+          problem, grid, maps.query, control,
+          value_stages + SHAPE::kValueStages * SHAPE::kStageBytes);
     } else {
-      help<SHAPE>(
-          problem, grid, control, value_stages + SHAPE::kStages * SHAPE::kStageBytes, value_stages);
+      clean_edges<SHAPE>(control, value_stages);
     }
   } else {
     take_registers<SHAPE::kAttendRegisters>();

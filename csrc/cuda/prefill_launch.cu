@@ -51,8 +51,50 @@ EncodeTiled encode_tiled() {
   return function;
 }
 
+// Encodes a tensor of 16-bit elements, innermost dimension first, copied a box at a time into panels of
+// 64 elements. Strides are in bytes, without the innermost.
+template <int RANK>
+CUtensorMap encode(
+    const char* argument, void* data, const cuuint64_t (&sizes)[RANK],
+    const cuuint64_t (&strides)[RANK - 1], const cuuint32_t (&box)[RANK]) {
+  cuuint32_t steps[RANK];
+  std::fill(steps, steps + RANK, 1);
+  CUtensorMap map;
+  const CUresult status = encode_tiled()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_UINT16, RANK, data, sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    refuse(kOp, argument, "error " + std::to_string(status), "have strides that CUDA can copy from");
+  }
+  return map;
+}
+
+// Query rows as (element, head, token), copied a tile's heads and tokens at a time.
+CUtensorMap map_of_query(const DecodeProblem& problem, const PrefillGrid& grid) {
+  const auto number = [](int64_t value) { return static_cast<cuuint64_t>(value); };
+  const cuuint64_t sizes[3] = {
+      number(problem.key_dim), number(problem.num_heads), number(problem.num_tokens)};
+  const cuuint64_t strides[2] = {
+      number(problem.num_heads == 1 ? 16 : problem.query_head_stride),
+      number(problem.num_tokens == 1 ? 16 : problem.query_token_stride)};
+  const cuuint32_t box[3] = {
+      64, static_cast<cuuint32_t>(problem.heads_of_tile),
+      static_cast<cuuint32_t>(grid.tokens_of_tile)};
+  return encode("query", const_cast<char*>(problem.query), sizes, strides, box);
+}
+
+bool takes_query(const DecodeProblem& problem) {
+  const auto fits = [](int64_t count, int64_t stride) {
+    return count == 1 || (stride > 0 && stride % 16 == 0 && stride < int64_t{1} << 40);
+  };
+  return reinterpret_cast<intptr_t>(problem.query) % 16 == 0 &&
+         fits(problem.num_heads, problem.query_head_stride) &&
+         fits(problem.num_tokens, problem.query_token_stride);
+}
+
 // A pool as (element, offset, head, block), copied `granule` positions and 64 elements at a time.
-CUtensorMap map_of(const Tensor& cache, int granule) {
+CUtensorMap map_of_pool(const char* argument, const Tensor& cache, int granule) {
   const auto stride = [&](int64_t dim) {
     return static_cast<cuuint64_t>(cache.size(dim) == 1 ? 16 : cache.stride(dim) * 2);
   };
@@ -60,17 +102,7 @@ CUtensorMap map_of(const Tensor& cache, int granule) {
   const cuuint64_t sizes[4] = {size(3), size(1), size(2), size(0)};
   const cuuint64_t strides[3] = {stride(1), stride(2), stride(0)};
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(granule), 1, 1};
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
-  CUtensorMap map;
-  const CUresult status = encode_tiled()(
-      &map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, cache.data_ptr(), sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) {
-    throw std::runtime_error(
-        "paged_attention: CUDA must take a pool's strides, got error " + std::to_string(status));
-  }
-  return map;
+  return encode(argument, cache.data_ptr(), sizes, strides, box);
 }
 
 }  // namespace
@@ -97,7 +129,7 @@ void attend_prefill(
                 problem.num_sequences + 1) *
                problem.items_of_sequence();
   grid.granule = std::min(problem.block_size & -problem.block_size, variant.keys);
-  grid.query_is_whole = problem.query_is_aligned;
+  grid.query_is_whole = takes_query(problem);
   const int64_t multiprocessors = device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
   const int ctas = static_cast<int>(std::min(grid.items, multiprocessors));
   const cudaStream_t stream = current_stream(device);
@@ -107,10 +139,11 @@ void attend_prefill(
     grid.taken = static_cast<unsigned*>(counter->data_ptr());
     check_cuda(kOp, cudaMemsetAsync(grid.taken, 0, sizeof *grid.taken, stream));
   }
-  check_cuda(
-      kOp, variant.attend(
-               problem, grid, map_of(key_cache, grid.granule), map_of(value_cache, grid.granule),
-               ctas, stream));
+  PrefillMaps maps{};
+  if (grid.query_is_whole) maps.query = map_of_query(problem, grid);
+  maps.keys = map_of_pool("key_cache", key_cache, grid.granule);
+  maps.values = map_of_pool("value_cache", value_cache, grid.granule);
+  check_cuda(kOp, variant.attend(problem, grid, maps, ctas, stream));
 }
 
 }  // namespace torch_pagedkv

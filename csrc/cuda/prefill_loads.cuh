@@ -1,6 +1,6 @@
 // The warpgroup that brings what the others attend with: one warp copies keys through the block table,
-// one copies values, two copy query rows and clean values at the edges of what is seen; one of these
-// finds the next work while the others attend to this.
+// one copies values, one cleans values at the edges of what is seen, and one copies query rows and finds
+// the next work while the others attend to this.
 
 #pragma once
 
@@ -8,9 +8,6 @@
 #include "prefill_schedule.cuh"
 
 namespace torch_pagedkv {
-
-inline constexpr int kHelperThreads = 64;
-inline constexpr int kHelperBarrier = 15;
 
 // Copies tiles of keys, or of values. Called by a whole warp.
 template <class SHAPE, bool IS_KEYS>
@@ -23,10 +20,10 @@ class TileCopier {
         grid_(grid),
         map_(map),
         control_(control),
-        stages_(stages),
-        issues_(elect_one()) {}
+        stages_(stages) {}
 
   __device__ void copy_all(const PrefillWork& work) {
+    const int kv_head = uniform(work.kv_head);
     look_up(work, work.first_tile);
     for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
       const int stage = ring_.index;
@@ -36,8 +33,9 @@ class TileCopier {
                                                             : control_.values_full[stage];
       is_empty.wait(ring_.parity ^ 1);
       if (IS_KEYS) mark_missing(stage);
-      if (issues_) is_full.arrive_and_expect(SHAPE::kStageBytes);
-      issue(stages_ + stage * SHAPE::kStageBytes, is_full, work.kv_head);
+      if (threadIdx.x % 32 == 0) is_full.arrive_and_expect(SHAPE::kStageBytes);
+      __syncwarp();
+      issue(stages_ + stage * SHAPE::kStageBytes, is_full, kv_head);
       look_up(work, tile + 1);
       ring_.advance();
     }
@@ -94,6 +92,9 @@ class TileCopier {
     __syncwarp();
   }
 
+  // The largest of a warp's numbers, in a register that the copy engine can take.
+  __device__ static int uniform(int number) { return __reduce_max_sync(0xFFFFFFFF, number); }
+
   __device__ void issue(uint32_t target, Barrier& barrier, int kv_head) {
     const int granules = SHAPE::kKeys / grid_.granule;
     const uint32_t granule_bytes = grid_.granule * kPanelRowBytes;
@@ -101,11 +102,12 @@ class TileCopier {
     for (int i = 0; i < kOfLane; ++i) {
       if (32 * i >= granules) break;
       const int count = min(32, granules - 32 * i);
-#pragma unroll 4
+#pragma unroll 2
       for (int lane = 0; lane < count; ++lane) {
-        const int block = __shfl_sync(0xFFFFFFFF, blocks_[i], lane);
-        const int offset = __shfl_sync(0xFFFFFFFF, offsets_[i], lane);
-        if (issues_) {
+        const bool is_here = static_cast<int>(threadIdx.x) % 32 == lane;
+        const int block = uniform(is_here ? blocks_[i] : 0);
+        const int offset = uniform(is_here ? offsets_[i] : 0);
+        if (elect_one()) {
 #pragma unroll
           for (int panel = 0; panel < SHAPE::kPanels; ++panel) {
             copy_rows(
@@ -124,55 +126,62 @@ class TileCopier {
   const CUtensorMap& map_;
   PrefillControl<SHAPE>& control_;
   uint32_t stages_;
-  bool issues_;  // this lane
-  Ring<SHAPE::kStages> ring_;
+  Ring<IS_KEYS ? SHAPE::kKeyStages : SHAPE::kValueStages> ring_;
   int blocks_[kOfLane], offsets_[kOfLane];
   uint32_t missing_ = 0;
 };
 
-// Copies a tile's query rows, zeros where it has none. Called by the helpers, of number `thread`.
+// Copies a tile's query rows: where rows are aligned by the copy engine, which also brings rows of
+// others where the tile has none, since nobody looks at what becomes of them. Called by a whole warp.
 template <class SHAPE>
 __device__ inline void copy_query(
-    const DecodeProblem& problem, const PrefillGrid& grid, const PrefillWork& work, char* target,
-    int thread) {
-  constexpr int kPieces = SHAPE::kDim / 8;
-  static_assert(kHelperThreads % kPieces == 0);
-  const int piece = thread % kPieces;
-  char* const panel = target + piece / 8 * SHAPE::kQueryPanelBytes;
-  const int heads = problem.heads_of_tile;
-  int token = thread / kPieces / heads, head = thread / kPieces % heads;
-  for (int row = thread / kPieces; row < SHAPE::kRows; row += kHelperThreads / kPieces) {
-    const bool is_row = token < grid.tokens_of_tile && work.first + token < work.query_length &&
-                        head < work.heads;
-    const int64_t of_call = work.start + work.first + token;
-    const char* const source =
-        problem.query + (is_row ? of_call * problem.query_token_stride +
-                                      (work.first_head + head) * problem.query_head_stride + piece * 16
-                                : 0);
-    char* const place = panel + swizzled<kPanelRowBytes>(row, piece % 8 * 16);
-    if (grid.query_is_whole) {
-      copy_async(shared_address(place), source, is_row);
-    } else {
-      uint32_t pairs[4] = {0, 0, 0, 0};
-      if (is_row) load_eight(source, false, pairs);
-      *reinterpret_cast<uint4*>(place) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
+    const PrefillWork& work, PrefillControl<SHAPE>& control, char* target) {
+  const int lane = threadIdx.x % 32, heads = problem.heads_of_tile;
+  if (grid.query_is_whole) {
+    if (lane == 0) {
+      const int bytes = grid.tokens_of_tile * heads * kPanelRowBytes;
+      control.query_full.arrive_and_expect(SHAPE::kPanels * bytes);
+#pragma unroll
+      for (int panel = 0; panel < SHAPE::kPanels; ++panel) {
+        copy_query_rows(
+            shared_address(target) + panel * SHAPE::kQueryPanelBytes, map, control.query_full,
+            panel * kPanelElements, work.first_head, work.start + work.first);
+      }
     }
-    for (head += kHelperThreads / kPieces; head >= heads; head -= heads) ++token;
+    __syncwarp();
+    return;
   }
-  commit_copies();
-  wait_copies<0>();
+  constexpr int kPieces = SHAPE::kDim / 8;
+  for (int index = lane; index < grid.tokens_of_tile * heads * kPieces; index += 32) {
+    const int row = index / kPieces, piece = index % kPieces;
+    const int token = row / heads, head = row % heads;
+    uint32_t pairs[4] = {0, 0, 0, 0};
+    if (work.first + token < work.query_length && head < work.heads) {
+      const int64_t of_call = work.start + work.first + token;
+      load_eight(
+          problem.query + of_call * problem.query_token_stride +
+              (work.first_head + head) * problem.query_head_stride + piece * 16,
+          false, pairs);
+    }
+    char* const place = target + piece / 8 * SHAPE::kQueryPanelBytes +
+                        swizzled<kPanelRowBytes>(row, piece % 8 * 16);
+    *reinterpret_cast<uint4*>(place) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
   publish_to_products();
+  __syncwarp();
+  if (lane == 0) control.query_full.arrive();
 }
 
 // Puts zeros in place of values that are not finite, which a weight of 0 would not hide; returns
 // whether this thread found any.
 template <class SHAPE>
-__device__ inline bool clean_values(char* stage, int thread) {
+__device__ inline bool clean_values(char* stage) {
   constexpr uint32_t kExponent = SHAPE::Math::kExponent;
   constexpr uint32_t kCarry = kExponent ^ 0x7FFF7FFF;  // fills the mantissa's place
   bool found = false;
-#pragma unroll 4
-  for (int byte = thread * 16; byte < SHAPE::kStageBytes; byte += kHelperThreads * 16) {
+#pragma unroll 8
+  for (int byte = threadIdx.x % 32 * 16; byte < SHAPE::kStageBytes; byte += 32 * 16) {
     uint4& place = *reinterpret_cast<uint4*>(stage + byte);
     uint32_t words[4] = {place.x, place.y, place.z, place.w};
     uint32_t carried = 0;
@@ -214,45 +223,57 @@ __device__ inline void publish_work(
   slot.advance();
 }
 
-template <class SHAPE>
-__device__ inline void help(
-    const DecodeProblem& problem, const PrefillGrid& grid, PrefillControl<SHAPE>& control,
-    char* query, char* value_stages) {
-  const int thread = static_cast<int>(threadIdx.x) - 64;
-  const bool publishes = thread < 32;
-  Ring<kWorkSlots> slot, next_slot;
-  Ring<1> of_query;
-  int stage = 0;
-  uint32_t raw_parities = 0;
-  if (publishes) publish_work<SHAPE>(problem, grid, control, next_slot, blockIdx.x);
+// A warp's way through all work: `take` is called with each.
+template <class SHAPE, class TAKE>
+__device__ inline void take_work(PrefillControl<SHAPE>& control, const TAKE& take) {
+  Ring<kWorkSlots> slot;
   while (true) {
     control.work_full[slot.index].wait(slot.parity);
     const PrefillWork& work = control.work[slot.index];
     if (work.tiles < 0) return;
-    control.query_empty.wait(of_query.parity ^ 1);
-    copy_query<SHAPE>(problem, grid, work, query, thread);
-    control.query_full.arrive();
-    of_query.advance();
-    if (publishes) publish_work<SHAPE>(problem, grid, control, next_slot, next_item(grid));
-    for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
-      if (work.is_edge<SHAPE::kKeys>(tile)) {
-        control.values_raw[stage].wait(raw_parities >> stage & 1);
-        raw_parities ^= 1u << stage;
-        if (thread == 0) control.was_cleaned[stage] = false;
-        meet(kHelperBarrier, kHelperThreads);
-        if (clean_values<SHAPE>(value_stages + stage * SHAPE::kStageBytes, thread)) {
-          control.was_cleaned[stage] = true;
-        }
-        publish_to_products();
-        meet(kHelperBarrier, kHelperThreads);
-        if (thread == 0) control.values_full[stage].arrive();
-      }
-      stage = stage == SHAPE::kStages - 1 ? 0 : stage + 1;
-    }
+    take(work);
     __syncwarp();
-    if (thread % 32 == 0) control.work_empty[slot.index].arrive();
+    if (threadIdx.x % 32 == 0) control.work_empty[slot.index].arrive();
     slot.advance();
   }
+}
+
+template <class SHAPE>
+__device__ inline void bring_queries(
+    const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
+    PrefillControl<SHAPE>& control, char* target) {
+  Ring<kWorkSlots> next;
+  Ring<1> of_query;
+  publish_work<SHAPE>(problem, grid, control, next, blockIdx.x);
+  take_work(control, [&](const PrefillWork& work) {
+    control.query_empty.wait(of_query.parity ^ 1);
+    of_query.advance();
+    copy_query<SHAPE>(problem, grid, map, work, control, target);
+    publish_work<SHAPE>(problem, grid, control, next, next_item(grid));
+  });
+}
+
+template <class SHAPE>
+__device__ inline void clean_edges(PrefillControl<SHAPE>& control, char* value_stages) {
+  Ring<SHAPE::kValueStages> ring;
+  uint32_t raw_parities = 0;  // a bit for each stage
+  take_work(control, [&](const PrefillWork& work) {
+    for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
+      const int stage = ring.index;
+      ring.advance();
+      if (!work.is_edge<SHAPE::kKeys>(tile)) continue;
+      control.values_raw[stage].wait(raw_parities >> stage & 1);
+      raw_parities ^= 1u << stage;
+      const bool found = clean_values<SHAPE>(value_stages + stage * SHAPE::kStageBytes);
+      const bool any = __any_sync(0xFFFFFFFF, found);
+      publish_to_products();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        control.was_cleaned[stage] = any;
+        control.values_full[stage].arrive();
+      }
+    }
+  });
 }
 
 // Copies the keys, or the values, of all work.
@@ -261,16 +282,7 @@ __device__ inline void copy_tiles(
     const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
     PrefillControl<SHAPE>& control, uint32_t stages) {
   TileCopier<SHAPE, IS_KEYS> copier(problem, grid, map, control, stages);
-  Ring<kWorkSlots> slot;
-  while (true) {
-    control.work_full[slot.index].wait(slot.parity);
-    const PrefillWork& work = control.work[slot.index];
-    if (work.tiles < 0) return;
-    copier.copy_all(work);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) control.work_empty[slot.index].arrive();
-    slot.advance();
-  }
+  take_work(control, [&](const PrefillWork& work) { copier.copy_all(work); });
 }
 
 }  // namespace torch_pagedkv

@@ -14,7 +14,12 @@ struct PrefillGrid {
   int64_t items;       // tiles of query rows, once for each KV head and tile of heads; some are empty
   unsigned* taken;     // items that CTAs took after their first one, 0 at the start; null: none is left
   int granule;         // positions that are adjacent in memory wherever a tile of keys lies
-  bool query_is_whole; // 16 bytes of a query row can be copied at once
+  bool query_is_whole; // the copy engine can copy query rows
+};
+
+// The tensors as the copy engine knows them.
+struct PrefillMaps {
+  CUtensorMap query, keys, values;
 };
 
 // The kernel for one dtype and width of heads; what a grid is made from.
@@ -23,8 +28,8 @@ struct PrefillVariant {
   // Whether the library holds this kernel's code for a device, the current one; asked before launches.
   bool (*is_there)(int device);
   cudaError_t (*attend)(
-      const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& keys,
-      const CUtensorMap& values, int ctas, cudaStream_t stream);
+      const DecodeProblem& problem, const PrefillGrid& grid, const PrefillMaps& maps, int ctas,
+      cudaStream_t stream);
 };
 
 // The variant for heads of `dim` elements, or null.

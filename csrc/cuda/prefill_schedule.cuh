@@ -11,10 +11,11 @@
 namespace torch_pagedkv {
 
 // How a CTA is cut: GROUPS warpgroups of 64 query rows each, and one that brings them what they need.
-template <class MATH, int DIM, int KEYS, int GROUPS, int STAGES>
+template <class MATH, int DIM, int KEYS, int GROUPS, int KEY_STAGES, int VALUE_STAGES>
 struct PrefillShape {
   using Math = MATH;
-  static constexpr int kDim = DIM, kKeys = KEYS, kGroups = GROUPS, kStages = STAGES;
+  static constexpr int kDim = DIM, kKeys = KEYS, kGroups = GROUPS;
+  static constexpr int kKeyStages = KEY_STAGES, kValueStages = VALUE_STAGES;
   static constexpr int kRows = 64 * GROUPS;
   static constexpr int kThreads = 128 * (GROUPS + 1);
   static constexpr int kPanels = DIM / kPanelElements;
@@ -26,7 +27,7 @@ struct PrefillShape {
   // next query can then come sooner.
   static constexpr bool kOutIsQuery = DIM > 128;
   static constexpr int kSharedBytes =
-      2 * STAGES * kStageBytes + (kOutIsQuery ? 1 : 2) * kQueryBytes + 1024;
+      (KEY_STAGES + VALUE_STAGES) * kStageBytes + (kOutIsQuery ? 1 : 2) * kQueryBytes + 1024;
   // A multiprocessor's 64 Ki registers, in the numbers that can be asked for.
   static constexpr int kAttendRegisters = GROUPS == 2 ? 232 : 160;
   static constexpr int kLoadRegisters = GROUPS == 2 ? 40 : 32;
@@ -96,18 +97,18 @@ __device__ inline bool find_work(
 // Work is found so much ahead that no warp waits for it.
 inline constexpr int kWorkSlots = 3;
 
-// What warps tell each other. Keys and values have the same stages, filled and emptied separately.
+// What warps tell each other.
 template <class SHAPE>
 struct PrefillControl {
-  Barrier keys_full[SHAPE::kStages], keys_empty[SHAPE::kStages];
-  Barrier values_full[SHAPE::kStages], values_empty[SHAPE::kStages];
-  Barrier values_raw[SHAPE::kStages];  // values of an edge, before they were cleaned
+  Barrier keys_full[SHAPE::kKeyStages], keys_empty[SHAPE::kKeyStages];
+  Barrier values_full[SHAPE::kValueStages], values_empty[SHAPE::kValueStages];
+  Barrier values_raw[SHAPE::kValueStages];  // values of an edge, before they were cleaned
   Barrier query_full, query_empty;
   Barrier work_full[kWorkSlots], work_empty[kWorkSlots];
   PrefillWork work[kWorkSlots];
-  uint32_t missing[SHAPE::kStages][SHAPE::kKeys / 32];  // keys whose block is not in the pool
-  bool is_missing[SHAPE::kStages];                      // whether there are any
-  bool was_cleaned[SHAPE::kStages];                     // whether values were not finite
+  uint32_t missing[SHAPE::kKeyStages][SHAPE::kKeys / 32];  // keys whose block is not in the pool
+  bool is_missing[SHAPE::kKeyStages];                      // whether there are any
+  bool was_cleaned[SHAPE::kValueStages];                   // whether values were not finite
 };
 
 // Counts stages or slots: which one is next, and the parity of its phase.

@@ -35,14 +35,14 @@ bool prefill_is_there(int device) {
 
 template <class SHAPE>
 cudaError_t launch_prefill(
-    const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& keys,
-    const CUtensorMap& values, int ctas, cudaStream_t stream) {
+    const DecodeProblem& problem, const PrefillGrid& grid, const PrefillMaps& maps, int ctas,
+    cudaStream_t stream) {
   // With a scale of at most 1 what is finite stays finite; with a tiny one an overflowed product
   // could become an ordinary score.
   const bool is_plain = problem.softcap == 0.0f && problem.slopes.data == nullptr &&
                         problem.softmax_scale <= 1.0f && problem.softmax_scale >= 0x1p-24f;
   const auto kernel = is_plain ? prefill_attention<SHAPE, true> : prefill_attention<SHAPE, false>;
-  kernel<<<ctas, SHAPE::kThreads, SHAPE::kSharedBytes, stream>>>(problem, grid, keys, values);
+  kernel<<<ctas, SHAPE::kThreads, SHAPE::kSharedBytes, stream>>>(problem, grid, maps);
   return cudaGetLastError();
 }
 
@@ -52,9 +52,9 @@ inline constexpr PrefillVariant kPrefillVariant{
 
 template <class MATH>
 const PrefillVariant* prefill_variant_of(int dim) {
-  if (dim == 64) return &kPrefillVariant<PrefillShape<MATH, 64, 128, 3, 3>>;
-  if (dim == 128) return &kPrefillVariant<PrefillShape<MATH, 128, 128, 2, 2>>;
-  if (dim == 256) return &kPrefillVariant<PrefillShape<MATH, 256, 64, 2, 2>>;
+  if (dim == 64) return &kPrefillVariant<PrefillShape<MATH, 64, 128, 3, 3, 3>>;
+  if (dim == 128) return &kPrefillVariant<PrefillShape<MATH, 128, 128, 2, 2, 3>>;
+  if (dim == 256) return &kPrefillVariant<PrefillShape<MATH, 256, 64, 2, 2, 2>>;
   return nullptr;
 }
 
