@@ -1,8 +1,9 @@
 // paged_attention: softmax(query . keys) . values, keys and values read through the block table.
 //
-// This file checks the arguments, says which calls these kernels take, and launches them. They serve
-// sequences with up to 16 query rows for each KV head (decode, speculation); rows of longer ones are
-// left as they are, for the kernel that the caller launches before this one.
+// This file checks the arguments, says which calls these kernels take, and launches them. Decode
+// attention serves sequences with up to 16 query rows for each KV head (decode, speculation), prefill
+// attention those with more, on Hopper. Where prefill attention does not take a call, rows of longer
+// sequences are left as they are, for the kernel that the caller launches before this one.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -13,6 +14,7 @@
 #include "checks.h"
 #include "decode_schedule.cuh"
 #include "launch.h"
+#include "prefill_launch.h"
 
 namespace torch_pagedkv {
 namespace {
@@ -82,7 +84,9 @@ bool takes(
          warps_on(device, variant_of(key_cache, value_cache, kRows)) > 0;
 }
 
-bool paged_attention_takes(
+// 0: the call is left to another kernel; 1: it is taken, without the rows of long sequences; 2: it is
+// taken.
+int64_t paged_attention_takes(
     const Tensor& query,
     const Tensor& key_cache,
     const Tensor& value_cache,
@@ -90,7 +94,8 @@ bool paged_attention_takes(
   check_pools(kOp, key_cache, value_cache);
   check_rows(kOp, "query", query, {kAnySize, kAnySize, key_cache.size(3)});
   check_table(kOp, block_table, key_cache.size(1));
-  return takes(query, key_cache, value_cache, block_table);
+  if (!takes(query, key_cache, value_cache, block_table)) return 0;
+  return takes_prefill(query, key_cache, value_cache) ? 2 : 1;
 }
 
 PoolRows pool_rows(const Tensor& cache) {
@@ -321,6 +326,10 @@ bool paged_attention(
       static_cast<int>(std::min<int64_t>(kRows, problem.heads_of_tile * most_tokens));
 
   const OnDevice on_device(device);
+  const bool may_be_long = problem.starts.data && tokens * heads > kRows * num_kv_heads;
+  if (may_be_long && takes_prefill(query, key_cache, value_cache)) {
+    attend_prefill(problem, lse, key_cache, value_cache);
+  }
   launch(problem, variant_of(key_cache, value_cache, problem.rows_of_slot), lse, num_splits);
   return true;
 }
@@ -337,7 +346,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_pagedkv_cuda, library) {
       "-> bool");
   library.def(
       "paged_attention_takes(Tensor query, Tensor key_cache, Tensor value_cache, "
-      "Tensor block_table) -> bool");
+      "Tensor block_table) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_pagedkv_cuda, CUDA, library) {

@@ -29,13 +29,15 @@ def cuda_kernel(stem: str, device: int) -> Callable[..., None] | None:
     return getattr(torch.ops.torch_pagedkv_cuda, stem).default
 
 
-# Query rows for each KV head that CUDA C++ attention takes of a sequence; longer ones are Triton's.
+# Query rows of a sequence for each KV head that CUDA C++ attention takes on every GPU that it serves.
 CUDA_ROWS = 16
+# What it may take of a call with sequences of more rows: nothing, those of fewer rows, or all.
+TAKES_NOTHING, TAKES_SHORT, TAKES_ALL = range(3)
 
 
 @functools.cache
-def cuda_attention_takes() -> Callable[..., bool]:
-    """Return the function that says whether CUDA C++ attention takes (query, pools, block_table)."""
+def cuda_attention_takes() -> Callable[..., int]:
+    """Return the function that says what CUDA C++ attention takes of a call of (query, pools, block_table)."""
     return torch.ops.torch_pagedkv_cuda.paged_attention_takes.default
 
 

@@ -30,6 +30,9 @@ from torch_pagedkv.ops.attention_options import AttentionOptions, check_options,
 from torch_pagedkv.ops.checked_once import checked_once
 from torch_pagedkv.ops.kernel_choice import (
     CUDA_ROWS,
+    TAKES_ALL,
+    TAKES_NOTHING,
+    TAKES_SHORT,
     cuda_attention_takes,
     cuda_kernel,
     native_kernel,
@@ -272,18 +275,22 @@ def _cuda(query, batch, options):
         value_checking.check_batch(_NAME, *batch[2:], num_tokens=query.shape[0], **sizes)
     out, lse = _outputs(query, batch, options)
     kernel = cuda_kernel(_NAME, query.get_device())
-    takes_short = kernel is not None
-    if takes_short:
+    taken = TAKES_NOTHING
+    if kernel is not None:
         arguments = (out, lse, query, *batch, *options.for_kernel(_NAME, query))
         are_short = batch[4] is None or query.shape[0] * query.shape[1] <= CUDA_ROWS * batch[0].shape[2]
         if are_short and kernel(*arguments):
             return out, lse
-        takes_short = not are_short and cuda_attention_takes()(query, *batch[:3])
+        if not are_short:
+            taken = cuda_attention_takes()(query, *batch[:3])
+        if taken == TAKES_ALL and kernel(*arguments):
+            return out, lse
     looks = _check_once(query, *batch, *options)
     # Only the device knows lengths. Triton writes the rows of longer sequences, then CUDA C++ those of
     # the others; a sequence's own rows alone decide, so its bits do not depend on its batch.
-    triton_launcher(_NAME)(out, lse, query, *batch, *options, long_only=takes_short, looks=looks)
-    if takes_short:
+    long_only = taken == TAKES_SHORT
+    triton_launcher(_NAME)(out, lse, query, *batch, *options, long_only=long_only, looks=looks)
+    if taken == TAKES_SHORT:
         kernel(*arguments)
     return out, lse
 

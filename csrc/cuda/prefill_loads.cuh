@@ -1,0 +1,288 @@
+// The warpgroup that brings what the others attend with: one warp copies keys through the block table,
+// one copies values, one cleans values at the edges of what is seen, and one copies query rows and finds
+// the next work while the others attend to this.
+
+#pragma once
+
+#include "decode_products.cuh"
+#include "prefill_schedule.cuh"
+
+namespace torch_pagedkv {
+
+// Copies tiles of keys, or of values. Called by a whole warp.
+template <class SHAPE, bool IS_KEYS>
+class TileCopier {
+ public:
+  __device__ TileCopier(
+      const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
+      PrefillControl<SHAPE>& control, uint32_t stages)
+      : problem_(problem),
+        grid_(grid),
+        map_(map),
+        control_(control),
+        stages_(stages) {}
+
+  __device__ void copy_all(const PrefillWork& work) {
+    const int kv_head = uniform(work.kv_head);
+    look_up(work, work.first_tile);
+    for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
+      const int stage = ring_.index;
+      Barrier& is_empty = IS_KEYS ? control_.keys_empty[stage] : control_.values_empty[stage];
+      Barrier& is_full = IS_KEYS ? control_.keys_full[stage]
+                         : work.is_edge<SHAPE::kKeys>(tile) ? control_.values_raw[stage]
+                                                            : control_.values_full[stage];
+      is_empty.wait(ring_.parity ^ 1);
+      if (IS_KEYS) mark_missing(stage);
+      if (threadIdx.x % 32 == 0) is_full.arrive_and_expect(SHAPE::kStageBytes);
+      __syncwarp();
+      issue(stages_ + stage * SHAPE::kStageBytes, is_full, kv_head);
+      look_up(work, tile + 1);
+      ring_.advance();
+    }
+  }
+
+ private:
+  static constexpr int kOfLane = SHAPE::kKeys / 32;  // granules, at most
+
+  // Finds the blocks of a tile's granules. Entries of positions that no row sees are not read, and
+  // what is not to be loaded gets a block that the copy engine makes zeros of.
+  __device__ void look_up(const PrefillWork& work, int tile) {
+    const char* const table = problem_.table + work.sequence * problem_.table_stride;
+    missing_ = 0;
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      const int within = (threadIdx.x % 32 + 32 * i) * grid_.granule;
+      const int position = tile * SHAPE::kKeys + within;
+      blocks_[i] = problem_.num_blocks, offsets_[i] = 0;
+      if (within >= SHAPE::kKeys || position + grid_.granule <= work.lowest ||
+          position >= work.highest) {
+        continue;
+      }
+      const int column = problem_.block_shift >= 0
+                             ? position >> problem_.block_shift
+                             : static_cast<uint32_t>(position) /
+                                   static_cast<uint32_t>(problem_.block_size);
+      const int64_t block = problem_.table_is_wide
+                                ? reinterpret_cast<const int64_t*>(table)[column]
+                                : reinterpret_cast<const int32_t*>(table)[column];
+      offsets_[i] = position - column * problem_.block_size;
+      if (block >= 0 && block < problem_.num_blocks) {
+        blocks_[i] = static_cast<int>(block);
+      } else {
+        missing_ |= 1u << i;
+      }
+    }
+  }
+
+  __device__ void mark_missing(int stage) {
+    const bool any = __any_sync(0xFFFFFFFF, missing_ != 0);
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) control_.is_missing[stage] = any;
+    if (any) {
+      if (lane < SHAPE::kKeys / 32) control_.missing[stage][lane] = 0;
+      __syncwarp();
+      for (int i = 0; i < kOfLane; ++i) {
+        if ((missing_ >> i & 1) == 0) continue;
+        const int within = (lane + 32 * i) * grid_.granule;
+        for (int key = within; key < within + grid_.granule; ++key) {
+          atomicOr(&control_.missing[stage][key / 32], 1u << key % 32);
+        }
+      }
+    }
+    __syncwarp();
+  }
+
+  // The largest of a warp's numbers, in a register that the copy engine can take.
+  __device__ static int uniform(int number) { return __reduce_max_sync(0xFFFFFFFF, number); }
+
+  __device__ void issue(uint32_t target, Barrier& barrier, int kv_head) {
+    const int granules = SHAPE::kKeys / grid_.granule;
+    const uint32_t granule_bytes = grid_.granule * kPanelRowBytes;
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      if (32 * i >= granules) break;
+      const int count = min(32, granules - 32 * i);
+#pragma unroll 2
+      for (int lane = 0; lane < count; ++lane) {
+        const bool is_here = static_cast<int>(threadIdx.x) % 32 == lane;
+        const int block = uniform(is_here ? blocks_[i] : 0);
+        const int offset = uniform(is_here ? offsets_[i] : 0);
+        if (elect_one()) {
+#pragma unroll
+          for (int panel = 0; panel < SHAPE::kPanels; ++panel) {
+            copy_rows(
+                target + panel * SHAPE::kPanelBytes, map_, barrier, panel * kPanelElements, offset,
+                kv_head, block);
+          }
+        }
+        target += granule_bytes;
+      }
+    }
+    __syncwarp();
+  }
+
+  const DecodeProblem& problem_;
+  const PrefillGrid& grid_;
+  const CUtensorMap& map_;
+  PrefillControl<SHAPE>& control_;
+  uint32_t stages_;
+  Ring<IS_KEYS ? SHAPE::kKeyStages : SHAPE::kValueStages> ring_;
+  int blocks_[kOfLane], offsets_[kOfLane];
+  uint32_t missing_ = 0;
+};
+
+// Copies a tile's query rows: where rows are aligned by the copy engine, which also brings rows of
+// others where the tile has none, since nobody looks at what becomes of them. Called by a whole warp.
+template <class SHAPE>
+__device__ inline void copy_query(
+    const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
+    const PrefillWork& work, PrefillControl<SHAPE>& control, char* target) {
+  const int lane = threadIdx.x % 32, heads = problem.heads_of_tile;
+  if (grid.query_is_whole) {
+    if (lane == 0) {
+      const int bytes = grid.tokens_of_tile * heads * kPanelRowBytes;
+      control.query_full.arrive_and_expect(SHAPE::kPanels * bytes);
+#pragma unroll
+      for (int panel = 0; panel < SHAPE::kPanels; ++panel) {
+        copy_query_rows(
+            shared_address(target) + panel * SHAPE::kQueryPanelBytes, map, control.query_full,
+            panel * kPanelElements, work.first_head, work.start + work.first);
+      }
+    }
+    __syncwarp();
+    return;
+  }
+  constexpr int kPieces = SHAPE::kDim / 8;
+  for (int index = lane; index < grid.tokens_of_tile * heads * kPieces; index += 32) {
+    const int row = index / kPieces, piece = index % kPieces;
+    const int token = row / heads, head = row % heads;
+    uint32_t pairs[4] = {0, 0, 0, 0};
+    if (work.first + token < work.query_length && head < work.heads) {
+      const int64_t of_call = work.start + work.first + token;
+      const char* const source = problem.query + of_call * problem.query_token_stride +
+                                 (work.first_head + head) * problem.query_head_stride;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pairs[i] = load_pair(source + piece * 16 + i * 4, false);
+    }
+    char* const place = target + piece / 8 * SHAPE::kQueryPanelBytes +
+                        swizzled<kPanelRowBytes>(row, piece % 8 * 16);
+    *reinterpret_cast<uint4*>(place) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+  publish_to_products();
+  __syncwarp();
+  if (lane == 0) control.query_full.arrive();
+}
+
+// Puts zeros in place of values that are not finite, which a weight of 0 would not hide; returns
+// whether this thread found any.
+template <class SHAPE>
+__device__ inline bool clean_values(char* stage) {
+  constexpr uint32_t kExponent = SHAPE::Math::kExponent;
+  constexpr uint32_t kCarry = kExponent ^ 0x7FFF7FFF;  // fills the mantissa's place
+  bool found = false;
+#pragma unroll 8
+  for (int byte = threadIdx.x % 32 * 16; byte < SHAPE::kStageBytes; byte += 32 * 16) {
+    uint4& place = *reinterpret_cast<uint4*>(stage + byte);
+    uint32_t words[4] = {place.x, place.y, place.z, place.w};
+    uint32_t carried = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) carried |= (words[i] & kExponent) + kCarry + 0x00010001;
+    if ((carried & 0x80008000) == 0) continue;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) found |= drop_nonfinite<typename SHAPE::Math>(words[i]);
+    place = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+  return found;
+}
+
+// The item after those that CTAs have taken so far: whoever is ready first takes the next, so that the
+// order of items, from the most keys to the fewest in a sequence, leaves little to do at the end.
+__device__ inline int64_t next_item(const PrefillGrid& grid) {
+  if (grid.taken == nullptr) return grid.items;
+  unsigned taken = 0;
+  if (threadIdx.x % 32 == 0) taken = atomicAdd(grid.taken, 1u);
+  return static_cast<int64_t>(gridDim.x) + __shfl_sync(0xFFFFFFFF, taken, 0);
+}
+
+// Finds the first work from an item on, and tells all warps. Called by a whole warp.
+template <class SHAPE>
+__device__ inline void publish_work(
+    const DecodeProblem& problem, const PrefillGrid& grid, PrefillControl<SHAPE>& control,
+    Ring<kWorkSlots>& slot, int64_t item) {
+  PrefillWork work{};
+  while (item < grid.items && !find_work<SHAPE::kKeys>(problem, grid, item, work)) {
+    item = next_item(grid);
+  }
+  if (item >= grid.items) work.tiles = -1;
+  control.work_empty[slot.index].wait(slot.parity ^ 1);
+  if (threadIdx.x % 32 == 0) {
+    control.work[slot.index] = work;
+    control.work_full[slot.index].arrive();
+  }
+  __syncwarp();
+  slot.advance();
+}
+
+// A warp's way through all work: `take` is called with each.
+template <class SHAPE, class TAKE>
+__device__ inline void take_work(PrefillControl<SHAPE>& control, const TAKE& take) {
+  Ring<kWorkSlots> slot;
+  while (true) {
+    control.work_full[slot.index].wait(slot.parity);
+    const PrefillWork& work = control.work[slot.index];
+    if (work.tiles < 0) return;
+    take(work);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) control.work_empty[slot.index].arrive();
+    slot.advance();
+  }
+}
+
+template <class SHAPE>
+__device__ inline void bring_queries(
+    const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
+    PrefillControl<SHAPE>& control, char* target) {
+  Ring<kWorkSlots> next;
+  Ring<1> of_query;
+  publish_work<SHAPE>(problem, grid, control, next, blockIdx.x);
+  take_work(control, [&](const PrefillWork& work) {
+    control.query_empty.wait(of_query.parity ^ 1);
+    of_query.advance();
+    copy_query<SHAPE>(problem, grid, map, work, control, target);
+    publish_work<SHAPE>(problem, grid, control, next, next_item(grid));
+  });
+}
+
+template <class SHAPE>
+__device__ inline void clean_edges(PrefillControl<SHAPE>& control, char* value_stages) {
+  Ring<SHAPE::kValueStages> ring;
+  uint32_t raw_parities = 0;  // a bit for each stage
+  take_work(control, [&](const PrefillWork& work) {
+    for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
+      const int stage = ring.index;
+      ring.advance();
+      if (!work.is_edge<SHAPE::kKeys>(tile)) continue;
+      control.values_raw[stage].wait(raw_parities >> stage & 1);
+      raw_parities ^= 1u << stage;
+      const bool found = clean_values<SHAPE>(value_stages + stage * SHAPE::kStageBytes);
+      const bool any = __any_sync(0xFFFFFFFF, found);
+      publish_to_products();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        control.was_cleaned[stage] = any;
+        control.values_full[stage].arrive();
+      }
+    }
+  });
+}
+
+// Copies the keys, or the values, of all work.
+template <class SHAPE, bool IS_KEYS>
+__device__ inline void copy_tiles(
+    const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
+    PrefillControl<SHAPE>& control, uint32_t stages) {
+  TileCopier<SHAPE, IS_KEYS> copier(problem, grid, map, control, stages);
+  take_work(control, [&](const PrefillWork& work) { copier.copy_all(work); });
+}
+
+}  // namespace torch_pagedkv

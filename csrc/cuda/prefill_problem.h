@@ -1,0 +1,39 @@
+// What a launch of prefill attention knows besides the problem that it shares with decode attention.
+
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "decode_problem.h"
+
+namespace torch_pagedkv {
+
+struct PrefillGrid {
+  int tokens_of_tile;  // query tokens that a CTA takes at once, with all heads of a tile
+  int64_t items;       // tiles of query rows, once for each KV head and tile of heads; some are empty
+  unsigned* taken;     // items that CTAs took after their first one, 0 at the start; null: none is left
+  int granule;         // positions that are adjacent in memory wherever a tile of keys lies
+  bool query_is_whole; // the copy engine can copy query rows
+};
+
+// The tensors as the copy engine knows them.
+struct PrefillMaps {
+  CUtensorMap query, keys, values;
+};
+
+// The kernel for one dtype and width of heads; what a grid is made from.
+struct PrefillVariant {
+  int rows, keys;  // of a tile
+  // Whether the library holds this kernel's code for a device, the current one; asked before launches.
+  bool (*is_there)(int device);
+  cudaError_t (*attend)(
+      const DecodeProblem& problem, const PrefillGrid& grid, const PrefillMaps& maps, int ctas,
+      cudaStream_t stream);
+};
+
+// The variant for heads of `dim` elements, or null.
+const PrefillVariant* prefill_variant_bfloat16(int dim);
+const PrefillVariant* prefill_variant_float16(int dim);
+
+}  // namespace torch_pagedkv
