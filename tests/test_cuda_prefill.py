@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cases import BF16, FP16, PagedCase
-from pools import assert_same_bits
+from pools import LAYOUTS, assert_same_bits
 from test_paged_attention import attend, expect, largest_value, permute_blocks, refilled, slots_of
 from tolerances import assert_close, assert_close_lse
 
@@ -18,6 +18,10 @@ CASES = [
     PagedCase(name="fp16_64", dtype=FP16, head_dim=64, **LENGTHS),
     PagedCase(name="fp16_128", dtype=FP16, head_dim=128, **LENGTHS),
     PagedCase(name="bf16_256", dtype=BF16, head_dim=256, **LENGTHS),
+    PagedCase(name="bf16_96", dtype=BF16, head_dim=96, **LENGTHS),
+    PagedCase(name="fp16_40", dtype=FP16, head_dim=40, block_size=8, **LENGTHS),
+    PagedCase(name="value_dim", dtype=BF16, head_dim=192, value_head_dim=128, **LENGTHS),
+    PagedCase(name="wider_values", dtype=BF16, head_dim=64, value_head_dim=112, **LENGTHS),
     PagedCase(name="fp16_256_window", dtype=FP16, head_dim=256, options={"window_size": (150, 0)}, **LENGTHS),
     PagedCase(name="long", kv_lens=[1500], query_lens=[1400], dtype=BF16, head_dim=128, num_heads=2, num_kv_heads=1),
     PagedCase(name="one_head", dtype=BF16, head_dim=128, num_heads=2, num_kv_heads=2, **LENGTHS),
@@ -64,7 +68,7 @@ def test_prefill_equals_float64_reference(case, device):
     assert_close(out, expected_out, largest=largest_value(batch))
     if device == "cpu":
         return
-    for layout in ("HND", "unbind", "packed", "layers") if case in CASES[:4] else ("HND",):
+    for layout in LAYOUTS if case in CASES[:6] else ("HND", "offset"):
         assert_same(attend(case.with_(layout=layout).build(device)), (out, lse))
     for byte in (0x00, 0xFF):
         assert_same(attend(refilled(batch, byte)), (out, lse))
@@ -122,6 +126,19 @@ def test_blocks_outside_the_pool_are_not_seen(entry, device):
     kept = -torch.expm1(torch.log(torch.tensor(16.0)) - expected_lse)
     assert_close_lse(lse, expected_lse + torch.log(kept))
     assert_close(out, expected_out / kept.T.unsqueeze(-1), largest=largest_value(hidden))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_queries_at_any_address(head_dim, device):
+    """Rows that the copy engine does not take give the bits of those that it does."""
+    case = PagedCase(name="address", dtype=BF16, head_dim=head_dim, padding_rows=2, **LENGTHS)
+    batch = case.build(device)
+    expected = attend(batch)
+    for shift in (1, 2, 4):
+        wide = torch.full((*batch.query.shape[:2], head_dim + 9), float("nan"), dtype=BF16, device=device)
+        wide[..., shift : shift + head_dim] = batch.query
+        batch.query = wide[..., shift : shift + head_dim]
+        assert_same(attend(batch), expected)
 
 
 def test_a_row_of_a_chunk_does_not_depend_on_its_batch(device):

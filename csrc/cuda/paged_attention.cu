@@ -327,8 +327,9 @@ bool paged_attention(
 
   const OnDevice on_device(device);
   const bool may_be_long = problem.starts.data && tokens * heads > kRows * num_kv_heads;
+  std::optional<Tensor> of_prefill;
   if (may_be_long && takes_prefill(query, key_cache, value_cache)) {
-    attend_prefill(problem, lse, key_cache, value_cache);
+    of_prefill = attend_prefill(problem, lse, key_cache, value_cache);
   }
   launch(problem, variant_of(key_cache, value_cache, problem.rows_of_slot), lse, num_splits);
   return true;

@@ -217,9 +217,9 @@ class Attendant {
 #pragma unroll
     for (int of_warp = lane / kPieces; of_warp < 16; of_warp += 32 / kPieces) {
       const TileRow row(problem_, grid_, work, warp_ * 16 + of_warp);
-      if (!row.exists) continue;
+      if (!row.exists || piece * 8 >= problem_.value_dim) continue;
       const int64_t place =
-          (static_cast<int64_t>(row.token) * problem_.num_heads + row.head) * kDim;
+          (static_cast<int64_t>(row.token) * problem_.num_heads + row.head) * problem_.value_dim;
       *reinterpret_cast<uint4*>(problem_.out + place * 2 + piece * 16) =
           *reinterpret_cast<const uint4*>(out_piece(of_warp, piece));
     }
@@ -279,9 +279,9 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) prefill_attention(
     give_up_registers<SHAPE::kLoadRegisters>();
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
-      copy_tiles<SHAPE, true>(problem, grid, maps.keys, control, shared_address(shared));
+      copy_tiles<SHAPE, true>(problem, grid, maps.keys, control, shared);
     } else if (warp == 1) {
-      copy_tiles<SHAPE, false>(problem, grid, maps.values, control, shared_address(value_stages));
+      copy_tiles<SHAPE, false>(problem, grid, maps.values, control, value_stages);
     } else if (warp == 2) {
       bring_queries<SHAPE>(
           problem, grid, maps.query, control,

@@ -4,6 +4,6 @@
 
 namespace torch_pagedkv {
 
-const PrefillVariant* prefill_variant_bfloat16(int dim) { return prefill_variant_of<BFloat16Math>(dim); }
+const PrefillVariant& prefill_variant_bfloat16(int dim) { return prefill_variant_of<BFloat16Math>(dim); }
 
 }  // namespace torch_pagedkv

@@ -4,6 +4,6 @@
 
 namespace torch_pagedkv {
 
-const PrefillVariant* prefill_variant_float16(int dim) { return prefill_variant_of<HalfMath>(dim); }
+const PrefillVariant& prefill_variant_float16(int dim) { return prefill_variant_of<HalfMath>(dim); }
 
 }  // namespace torch_pagedkv

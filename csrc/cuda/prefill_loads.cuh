@@ -9,13 +9,22 @@
 
 namespace torch_pagedkv {
 
+// Puts 8 elements of a row where the copy engine would have put them.
+template <int PANEL_BYTES>
+__device__ inline void store_piece(
+    char* target, int row, int piece, const uint32_t (&pairs)[4]) {
+  char* const place =
+      target + piece / 8 * PANEL_BYTES + swizzled<kPanelRowBytes>(row, piece % 8 * 16);
+  *reinterpret_cast<uint4*>(place) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
 // Copies tiles of keys, or of values. Called by a whole warp.
 template <class SHAPE, bool IS_KEYS>
 class TileCopier {
  public:
   __device__ TileCopier(
       const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
-      PrefillControl<SHAPE>& control, uint32_t stages)
+      PrefillControl<SHAPE>& control, char* stages)
       : problem_(problem),
         grid_(grid),
         map_(map),
@@ -33,9 +42,15 @@ class TileCopier {
                                                             : control_.values_full[stage];
       is_empty.wait(ring_.parity ^ 1);
       if (IS_KEYS) mark_missing(stage);
-      if (threadIdx.x % 32 == 0) is_full.arrive_and_expect(SHAPE::kStageBytes);
-      __syncwarp();
-      issue(stages_ + stage * SHAPE::kStageBytes, is_full, kv_head);
+      char* const target = stages_ + stage * SHAPE::kStageBytes;
+      if (grid_.pools_are_aligned) {
+        if (threadIdx.x % 32 == 0) is_full.arrive_and_expect(SHAPE::kStageBytes);
+        __syncwarp();
+        issue(shared_address(target), is_full, kv_head);
+      } else {
+        copy_pieces(work, tile, kv_head, target);
+        if (threadIdx.x % 32 == 0) is_full.arrive();
+      }
       look_up(work, tile + 1);
       ring_.advance();
     }
@@ -44,10 +59,28 @@ class TileCopier {
  private:
   static constexpr int kOfLane = SHAPE::kKeys / 32;  // granules, at most
 
+  // Where a position of a sequence lies.
+  struct Place {
+    int64_t block;
+    int offset;
+  };
+
+  __device__ Place find(const PrefillWork& work, int position) const {
+    const char* const table = problem_.table + work.sequence * problem_.table_stride;
+    const int column =
+        problem_.block_shift >= 0
+            ? position >> problem_.block_shift
+            : static_cast<uint32_t>(position) / static_cast<uint32_t>(problem_.block_size);
+    const int64_t block = problem_.table_is_wide ? reinterpret_cast<const int64_t*>(table)[column]
+                                                 : reinterpret_cast<const int32_t*>(table)[column];
+    return {block, position - column * problem_.block_size};
+  }
+
+  __device__ bool is_in_pool(int64_t block) const { return block >= 0 && block < problem_.num_blocks; }
+
   // Finds the blocks of a tile's granules. Entries of positions that no row sees are not read, and
   // what is not to be loaded gets a block that the copy engine makes zeros of.
   __device__ void look_up(const PrefillWork& work, int tile) {
-    const char* const table = problem_.table + work.sequence * problem_.table_stride;
     missing_ = 0;
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
@@ -58,16 +91,10 @@ class TileCopier {
           position >= work.highest) {
         continue;
       }
-      const int column = problem_.block_shift >= 0
-                             ? position >> problem_.block_shift
-                             : static_cast<uint32_t>(position) /
-                                   static_cast<uint32_t>(problem_.block_size);
-      const int64_t block = problem_.table_is_wide
-                                ? reinterpret_cast<const int64_t*>(table)[column]
-                                : reinterpret_cast<const int32_t*>(table)[column];
-      offsets_[i] = position - column * problem_.block_size;
-      if (block >= 0 && block < problem_.num_blocks) {
-        blocks_[i] = static_cast<int>(block);
+      const Place place = find(work, position);
+      offsets_[i] = place.offset;
+      if (is_in_pool(place.block)) {
+        blocks_[i] = static_cast<int>(place.block);
       } else {
         missing_ |= 1u << i;
       }
@@ -89,6 +116,32 @@ class TileCopier {
         }
       }
     }
+    __syncwarp();
+  }
+
+  // The copy engine's work by a warp, for pools whose rows do not all start at multiples of 16 bytes.
+  // Positions that no row sees become zeros.
+  __device__ void copy_pieces(const PrefillWork& work, int tile, int kv_head, char* target) const {
+    const PoolRows& pool = IS_KEYS ? problem_.keys : problem_.values;
+    constexpr int kPieces = SHAPE::kDim / 8;
+#pragma unroll 2
+    for (int index = threadIdx.x % 32; index < SHAPE::kKeys * kPieces; index += 32) {
+      const int row = index / kPieces, piece = index % kPieces;
+      const int position = tile * SHAPE::kKeys + row;
+      uint32_t pairs[4] = {0, 0, 0, 0};
+      if (position >= work.lowest && position < work.highest && piece * 16 < pool.row_bytes) {
+        const Place place = find(work, position);
+        if (is_in_pool(place.block)) {
+          const char* const source = pool.data + place.block * pool.block_stride +
+                                     place.offset * pool.offset_stride +
+                                     kv_head * pool.head_stride + piece * 16;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) pairs[i] = load_pair(source + i * 4, false);
+        }
+      }
+      store_piece<SHAPE::kPanelBytes>(target, row, piece, pairs);
+    }
+    publish_to_products();
     __syncwarp();
   }
 
@@ -125,7 +178,7 @@ class TileCopier {
   const PrefillGrid& grid_;
   const CUtensorMap& map_;
   PrefillControl<SHAPE>& control_;
-  uint32_t stages_;
+  char* stages_;
   Ring<IS_KEYS ? SHAPE::kKeyStages : SHAPE::kValueStages> ring_;
   int blocks_[kOfLane], offsets_[kOfLane];
   uint32_t missing_ = 0;
@@ -138,7 +191,7 @@ __device__ inline void copy_query(
     const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
     const PrefillWork& work, PrefillControl<SHAPE>& control, char* target) {
   const int lane = threadIdx.x % 32, heads = problem.heads_of_tile;
-  if (grid.query_is_whole) {
+  if (grid.query_is_aligned) {
     if (lane == 0) {
       const int bytes = grid.tokens_of_tile * heads * kPanelRowBytes;
       control.query_full.arrive_and_expect(SHAPE::kPanels * bytes);
@@ -157,39 +210,39 @@ __device__ inline void copy_query(
     const int row = index / kPieces, piece = index % kPieces;
     const int token = row / heads, head = row % heads;
     uint32_t pairs[4] = {0, 0, 0, 0};
-    if (work.first + token < work.query_length && head < work.heads) {
+    const bool exists = work.first + token < work.query_length && head < work.heads;
+    if (exists && piece * 8 < problem.key_dim) {
       const int64_t of_call = work.start + work.first + token;
       const char* const source = problem.query + of_call * problem.query_token_stride +
                                  (work.first_head + head) * problem.query_head_stride;
 #pragma unroll
       for (int i = 0; i < 4; ++i) pairs[i] = load_pair(source + piece * 16 + i * 4, false);
     }
-    char* const place = target + piece / 8 * SHAPE::kQueryPanelBytes +
-                        swizzled<kPanelRowBytes>(row, piece % 8 * 16);
-    *reinterpret_cast<uint4*>(place) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    store_piece<SHAPE::kQueryPanelBytes>(target, row, piece, pairs);
   }
   publish_to_products();
   __syncwarp();
   if (lane == 0) control.query_full.arrive();
 }
 
-// Puts zeros in place of values that are not finite, which a weight of 0 would not hide; returns
-// whether this thread found any.
-template <class SHAPE>
-__device__ inline bool clean_values(char* stage) {
-  constexpr uint32_t kExponent = SHAPE::Math::kExponent;
+// Puts zeros in place of values that are not finite, which a weight of 0 would not hide, in rows
+// [first, stop) of a panel; returns whether this thread found any.
+template <class MATH>
+__device__ inline bool clean_values(char* panel, int first, int stop) {
+  constexpr uint32_t kExponent = MATH::kExponent;
   constexpr uint32_t kCarry = kExponent ^ 0x7FFF7FFF;  // fills the mantissa's place
+  const int lane = threadIdx.x % 32;
   bool found = false;
-#pragma unroll 8
-  for (int byte = threadIdx.x % 32 * 16; byte < SHAPE::kStageBytes; byte += 32 * 16) {
-    uint4& place = *reinterpret_cast<uint4*>(stage + byte);
+#pragma unroll 4
+  for (int byte = first * kPanelRowBytes + lane * 16; byte < stop * kPanelRowBytes; byte += 32 * 16) {
+    uint4& place = *reinterpret_cast<uint4*>(panel + byte);
     uint32_t words[4] = {place.x, place.y, place.z, place.w};
     uint32_t carried = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) carried |= (words[i] & kExponent) + kCarry + 0x00010001;
     if ((carried & 0x80008000) == 0) continue;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) found |= drop_nonfinite<typename SHAPE::Math>(words[i]);
+    for (int i = 0; i < 4; ++i) found |= drop_nonfinite<MATH>(words[i]);
     place = make_uint4(words[0], words[1], words[2], words[3]);
   }
   return found;
@@ -264,7 +317,16 @@ __device__ inline void clean_edges(PrefillControl<SHAPE>& control, char* value_s
       if (!work.is_edge<SHAPE::kKeys>(tile)) continue;
       control.values_raw[stage].wait(raw_parities >> stage & 1);
       raw_parities ^= 1u << stage;
-      const bool found = clean_values<SHAPE>(value_stages + stage * SHAPE::kStageBytes);
+      // Values that all rows see may be what they are.
+      const int start = tile * SHAPE::kKeys;
+      const int from = min(max(work.seen_by_all_from - start, 0), SHAPE::kKeys);
+      const int to = max(min(work.seen_by_all_to - start, SHAPE::kKeys), from);
+      bool found = false;
+      for (int panel = 0; panel < SHAPE::kPanels; ++panel) {
+        char* const place = value_stages + stage * SHAPE::kStageBytes + panel * SHAPE::kPanelBytes;
+        found |= clean_values<typename SHAPE::Math>(place, 0, from);
+        found |= clean_values<typename SHAPE::Math>(place, to, SHAPE::kKeys);
+      }
       const bool any = __any_sync(0xFFFFFFFF, found);
       publish_to_products();
       __syncwarp();
@@ -280,7 +342,7 @@ __device__ inline void clean_edges(PrefillControl<SHAPE>& control, char* value_s
 template <class SHAPE, bool IS_KEYS>
 __device__ inline void copy_tiles(
     const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
-    PrefillControl<SHAPE>& control, uint32_t stages) {
+    PrefillControl<SHAPE>& control, char* stages) {
   TileCopier<SHAPE, IS_KEYS> copier(problem, grid, map, control, stages);
   take_work(control, [&](const PrefillWork& work) { copier.copy_all(work); });
 }

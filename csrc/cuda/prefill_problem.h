@@ -14,7 +14,8 @@ struct PrefillGrid {
   int64_t items;       // tiles of query rows, once for each KV head and tile of heads; some are empty
   unsigned* taken;     // items that CTAs took after their first one, 0 at the start; null: none is left
   int granule;         // positions that are adjacent in memory wherever a tile of keys lies
-  bool query_is_whole; // the copy engine can copy query rows
+  // What the copy engine can copy; the rest warps copy themselves.
+  bool query_is_aligned, pools_are_aligned;
 };
 
 // The tensors as the copy engine knows them.
@@ -32,8 +33,8 @@ struct PrefillVariant {
       cudaStream_t stream);
 };
 
-// The variant for heads of `dim` elements, or null.
-const PrefillVariant* prefill_variant_bfloat16(int dim);
-const PrefillVariant* prefill_variant_float16(int dim);
+// The variant for heads of up to kMostDecodeDim elements, the wider of keys and values.
+const PrefillVariant& prefill_variant_bfloat16(int dim);
+const PrefillVariant& prefill_variant_float16(int dim);
 
 }  // namespace torch_pagedkv

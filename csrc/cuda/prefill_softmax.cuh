@@ -121,11 +121,10 @@ struct LaneTerms {
 #pragma unroll
       for (int i = 0; i < SHAPE::kDim / 2; ++i) {
         const KeyRange& range = seen[i / 2 % 2];
+        if (i / 4 * 8 >= problem.value_dim || position < range.lower || position >= range.upper) continue;
         const float element =
             SHAPE::Math::to_float(value[i / 4 * 8 + 2 * (threadIdx.x % 4) + i % 2]);
-        if (position >= range.lower && position < range.upper && !isfinite(element)) {
-          acc[i] += element;
-        }
+        if (!isfinite(element)) acc[i] += element;
       }
     }
   }
@@ -145,6 +144,10 @@ struct LaneTerms {
 };
 
 // The online softmax of a lane's two rows.
+//
+// An exponent is one multiplication and addition: score * scale - maximum * scale, the latter rounded
+// once for all weights of a row, so that it cancels out. Where a maximum is so large that this rounding
+// would show, scores are taken relative to it first.
 struct SoftmaxState {
   float maximum[2] = {-INFINITY, -INFINITY};
   float total[2] = {0.0f, 0.0f};  // of this lane's keys, until summed up
@@ -154,38 +157,44 @@ struct SoftmaxState {
   template <class TERMS, int COUNT>
   __device__ bool take(
       const TERMS& terms, float (&scores)[COUNT], bool is_masked, float (&decays)[2]) {
-    float largest[4];
-    find_largest(scores, largest);
-    if (TERMS::kIsPlain && !is_masked) {
-      // Products that overflowed are rare, and found by the largest: a lane's elements of a row are
-      // all minus infinity, or one of them is infinity.
-      const bool is_rare = fabsf(fmaxf(largest[0], largest[1])) == INFINITY ||
-                           fabsf(fmaxf(largest[2], largest[3])) == INFINITY;
-      if (__any_sync(0xFFFFFFFF, is_rare)) {
-        drop_infinities(scores);
-        find_largest(scores, largest);
-      }
-    }
-    float reference[2];
-    bool moves = false;
+    const float scale = terms.exponent_scale;
+    float most[2], offset[2];
+    find_largest(scores, most);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float most = fmaxf(maximum[half], fmaxf(largest[2 * half], largest[2 * half + 1]));
-      most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFF, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFF, most, 2));
-      reference[half] = reference_of(most);
-      moves = moves || most != maximum[half];
-      decays[half] = power_of_two((maximum[half] - reference[half]) * terms.exponent_scale);
-      maximum[half] = most;
+      offset[half] = most[half] * scale;
+      decays[half] = power_of_two(maximum[half] * scale - offset[half]);
     }
+    if (__any_sync(0xFFFFFFFF, is_far(offset[0]) || is_far(offset[1]))) {
+      // Products that overflowed are found here too.
+      if (TERMS::kIsPlain && !is_masked) {
+        drop_infinities(scores);
+        find_largest(scores, most);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        offset[half] = most[half] * scale;
+        decays[half] = power_of_two(maximum[half] * scale - offset[half]);
+        if (!is_far(offset[half])) continue;
+        const float reference = reference_of(most[half]);
+        offset[half] = 0.0f;
+        decays[half] = power_of_two((maximum[half] - reference) * scale);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+          if (i / 2 % 2 == half) scores[i] -= reference;
+        }
+      }
+    }
+    const bool moves = most[0] != maximum[0] || most[1] != maximum[1];
     float sums[4] = {};
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-      scores[i] = power_of_two((scores[i] - reference[i / 2 % 2]) * terms.exponent_scale);
+      scores[i] = power_of_two(fmaf(scores[i], scale, -offset[i / 2 % 2]));
       sums[i % 4] += scores[i];
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      maximum[half] = most[half];
       total[half] = total[half] * decays[half] + (sums[2 * half] + sums[2 * half + 1]);
     }
     return __any_sync(0xFFFFFFFF, moves);
@@ -198,13 +207,23 @@ struct SoftmaxState {
   }
 
  private:
-  // In two chains for each row, so that one does not wait for itself.
+  // A smaller one is rounded by 2**-13 at most: less than what tells 1 from its neighbours in 16 bits.
+  __device__ static bool is_far(float exponent) { return !(fabsf(exponent) < 4096.0f); }
+
+  // The largest scores so far. In two chains for each row, so that one does not wait for itself.
   template <int COUNT>
-  __device__ static void find_largest(const float (&scores)[COUNT], float (&largest)[4]) {
+  __device__ void find_largest(const float (&scores)[COUNT], float (&most)[2]) const {
+    float largest[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) largest[i] = scores[i];
 #pragma unroll
     for (int i = 4; i < COUNT; ++i) largest[i % 4] = fmaxf(largest[i % 4], scores[i]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      most[half] = fmaxf(maximum[half], fmaxf(largest[2 * half], largest[2 * half + 1]));
+      most[half] = fmaxf(most[half], __shfl_xor_sync(0xFFFFFFFF, most[half], 1));
+      most[half] = fmaxf(most[half], __shfl_xor_sync(0xFFFFFFFF, most[half], 2));
+    }
   }
 };
 

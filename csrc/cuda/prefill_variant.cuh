@@ -51,11 +51,10 @@ inline constexpr PrefillVariant kPrefillVariant{
     SHAPE::kRows, SHAPE::kKeys, &prefill_is_there<SHAPE>, &launch_prefill<SHAPE>};
 
 template <class MATH>
-const PrefillVariant* prefill_variant_of(int dim) {
-  if (dim == 64) return &kPrefillVariant<PrefillShape<MATH, 64, 128, 3, 3, 3>>;
-  if (dim == 128) return &kPrefillVariant<PrefillShape<MATH, 128, 128, 2, 2, 3>>;
-  if (dim == 256) return &kPrefillVariant<PrefillShape<MATH, 256, 64, 2, 2, 2>>;
-  return nullptr;
+const PrefillVariant& prefill_variant_of(int dim) {
+  if (dim <= 64) return kPrefillVariant<PrefillShape<MATH, 64, 128, 3, 3, 3>>;
+  if (dim <= 128) return kPrefillVariant<PrefillShape<MATH, 128, 128, 2, 2, 3>>;
+  return kPrefillVariant<PrefillShape<MATH, 256, 64, 2, 2, 2>>;
 }
 
 }  // namespace torch_pagedkv
