@@ -140,7 +140,10 @@ void share_out(
   problem.partial_rows = is_cut ? pairs * problem.team * problem.rows_of_slot : 0;
 }
 
-void launch(DecodeProblem problem, const DecodeVariant& variant, const Tensor& lse, int64_t num_splits) {
+// `overlaps`: with the launch before, whose rows are others.
+void launch(
+    DecodeProblem problem, const DecodeVariant& variant, const Tensor& lse, int64_t num_splits,
+    bool overlaps) {
   const int32_t device = lse.get_device_index();
   const int64_t items = static_cast<int64_t>(problem.num_sequences) * problem.items_of_sequence();
   problem.tiles_have_one_block = problem.block_size % variant.tile == 0;
@@ -180,10 +183,10 @@ void launch(DecodeProblem problem, const DecodeVariant& variant, const Tensor& l
   }
   const cudaStream_t stream = current_stream(device);
   check_cuda(kOp, variant.request_memory(device, warps_of_cta));
-  check_cuda(kOp, variant.attend(problem, ctas, warps_of_cta, stream));
+  check_cuda(kOp, variant.attend(problem, ctas, warps_of_cta, overlaps, stream));
   if (problem.partial_rows == 0 || items == 0) return;
-  const bool overlaps = device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 9;
-  check_cuda(kOp, variant.merge(problem, items, overlaps, stream));
+  const bool can_overlap = device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 9;
+  check_cuda(kOp, variant.merge(problem, items, can_overlap, stream));
 }
 
 void check_all(
@@ -329,9 +332,11 @@ bool paged_attention(
   const bool may_be_long = problem.starts.data && tokens * heads > kRows * num_kv_heads;
   std::optional<Tensor> of_prefill;
   if (may_be_long && takes_prefill(query, key_cache, value_cache)) {
-    of_prefill = attend_prefill(problem, lse, key_cache, value_cache);
+    of_prefill.emplace(attend_prefill(problem, lse, key_cache, value_cache));
   }
-  launch(problem, variant_of(key_cache, value_cache, problem.rows_of_slot), lse, num_splits);
+  launch(
+      problem, variant_of(key_cache, value_cache, problem.rows_of_slot), lse, num_splits,
+      of_prefill.has_value());
   return true;
 }
 

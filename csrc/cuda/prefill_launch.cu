@@ -96,26 +96,25 @@ bool takes_prefill(const Tensor& query, const Tensor& key_cache, const Tensor& v
          variant_of(key_cache, value_cache).is_there(device) && encode_tiled() != nullptr;
 }
 
-std::optional<Tensor> attend_prefill(
+Tensor attend_prefill(
     const DecodeProblem& problem, const Tensor& lse, const Tensor& key_cache,
     const Tensor& value_cache) {
   const PrefillVariant& variant = variant_of(key_cache, value_cache);
   const int32_t device = key_cache.get_device_index();
   PrefillGrid grid{};
   grid.tokens_of_tile = variant.rows / problem.heads_of_tile;
-  grid.items = (static_cast<int64_t>(problem.num_tokens) / grid.tokens_of_tile +
-                problem.num_sequences + 1) *
-               problem.items_of_sequence();
+  // Every sequence has one tile that is not whole at most, and long sequences have several tokens.
+  const int64_t least_tokens = kRows / problem.heads_of_tile + 1;
+  const int64_t most_long = std::min<int64_t>(problem.num_sequences, problem.num_tokens / least_tokens);
+  const int64_t most_items = (problem.num_tokens / grid.tokens_of_tile + most_long) *
+                             problem.items_of_sequence();
   grid.granule = std::min(problem.block_size & -problem.block_size, variant.keys);
   const int64_t multiprocessors = device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
-  const int ctas = static_cast<int>(std::min(grid.items, multiprocessors));
+  const int ctas = static_cast<int>(std::max<int64_t>(1, std::min(most_items, multiprocessors)));
   const cudaStream_t stream = current_stream(device);
-  std::optional<Tensor> counter;
-  if (grid.items > ctas) {
-    counter.emplace(torch::stable::new_empty(lse, {1}));
-    grid.taken = static_cast<unsigned*>(counter->data_ptr());
-    check_cuda(kOp, cudaMemsetAsync(grid.taken, 0, sizeof *grid.taken, stream));
-  }
+  Tensor counter = torch::stable::new_empty(lse, {2});
+  grid.taken = static_cast<unsigned long long*>(counter.data_ptr());
+  check_cuda(kOp, cudaMemsetAsync(grid.taken, 0, sizeof *grid.taken, stream));
   PrefillMaps maps{};
   grid.query_is_aligned = map_query(maps.query, problem, grid);
   grid.pools_are_aligned = map_pool(maps.keys, key_cache, grid.granule) &&

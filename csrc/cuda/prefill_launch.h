@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <optional>
-
 #include "decode_problem.h"
 #include "paged_layout.h"
 
@@ -14,7 +12,7 @@ bool takes_prefill(const Tensor& query, const Tensor& key_cache, const Tensor& v
 
 // `lse` is the call's. Returns memory that the kernel uses, which must not be used for other things
 // before the kernels of the call that may run beside it are launched.
-std::optional<Tensor> attend_prefill(
+Tensor attend_prefill(
     const DecodeProblem& problem, const Tensor& lse, const Tensor& key_cache,
     const Tensor& value_cache);
 

@@ -248,33 +248,41 @@ __device__ inline bool clean_values(char* panel, int first, int stop) {
   return found;
 }
 
-// The item after those that CTAs have taken so far: whoever is ready first takes the next, so that the
-// order of items, from the most keys to the fewest in a sequence, leaves little to do at the end.
-__device__ inline int64_t next_item(const PrefillGrid& grid) {
-  if (grid.taken == nullptr) return grid.items;
-  unsigned taken = 0;
-  if (threadIdx.x % 32 == 0) taken = atomicAdd(grid.taken, 1u);
-  return static_cast<int64_t>(gridDim.x) + __shfl_sync(0xFFFFFFFF, taken, 0);
-}
-
-// Finds the first work from an item on, and tells all warps. Called by a whole warp.
+// A warp that finds work ahead of the others, and tells them. Whoever is ready first takes the next item,
+// so that the order of items, from the most keys to the fewest in a sequence, leaves little to do at the
+// end.
 template <class SHAPE>
-__device__ inline void publish_work(
-    const DecodeProblem& problem, const PrefillGrid& grid, PrefillControl<SHAPE>& control,
-    Ring<kWorkSlots>& slot, int64_t item) {
-  PrefillWork work{};
-  while (item < grid.items && !find_work<SHAPE::kKeys>(problem, grid, item, work)) {
-    item = next_item(grid);
+class WorkPublisher {
+ public:
+  __device__ WorkPublisher(
+      const DecodeProblem& problem, const PrefillGrid& grid, int ctas,
+      PrefillControl<SHAPE>& control)
+      : finder_(problem, grid), grid_(grid), control_(control), ctas_(ctas), item_(blockIdx.x) {}
+
+  __device__ void publish_next() {
+    PrefillWork work{};
+    if (!finder_.find(item_, work)) work.tiles = -1;
+    control_.work_empty[slot_.index].wait(slot_.parity ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      control_.work[slot_.index] = work;
+      control_.work_full[slot_.index].arrive();
+    }
+    __syncwarp();
+    slot_.advance();
+    if (work.tiles < 0) return;
+    unsigned long long taken = 0;
+    if (threadIdx.x % 32 == 0) taken = atomicAdd(grid_.taken, 1ull);
+    item_ = ctas_ + static_cast<int64_t>(__shfl_sync(0xFFFFFFFF, taken, 0));
   }
-  if (item >= grid.items) work.tiles = -1;
-  control.work_empty[slot.index].wait(slot.parity ^ 1);
-  if (threadIdx.x % 32 == 0) {
-    control.work[slot.index] = work;
-    control.work_full[slot.index].arrive();
-  }
-  __syncwarp();
-  slot.advance();
-}
+
+ private:
+  WorkFinder<SHAPE::kKeys> finder_;
+  const PrefillGrid& grid_;
+  PrefillControl<SHAPE>& control_;
+  int ctas_;
+  int64_t item_;
+  Ring<kWorkSlots> slot_;
+};
 
 // A warp's way through all work: `take` is called with each.
 template <class SHAPE, class TAKE>
@@ -294,15 +302,15 @@ __device__ inline void take_work(PrefillControl<SHAPE>& control, const TAKE& tak
 template <class SHAPE>
 __device__ inline void bring_queries(
     const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
-    PrefillControl<SHAPE>& control, char* target) {
-  Ring<kWorkSlots> next;
+    int ctas, PrefillControl<SHAPE>& control, char* target) {
+  WorkPublisher<SHAPE> publisher(problem, grid, ctas, control);
   Ring<1> of_query;
-  publish_work<SHAPE>(problem, grid, control, next, blockIdx.x);
+  publisher.publish_next();
   take_work(control, [&](const PrefillWork& work) {
     control.query_empty.wait(of_query.parity ^ 1);
     of_query.advance();
     copy_query<SHAPE>(problem, grid, map, work, control, target);
-    publish_work<SHAPE>(problem, grid, control, next, next_item(grid));
+    publisher.publish_next();
   });
 }
 

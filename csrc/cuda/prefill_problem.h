@@ -11,8 +11,7 @@ namespace torch_pagedkv {
 
 struct PrefillGrid {
   int tokens_of_tile;  // query tokens that a CTA takes at once, with all heads of a tile
-  int64_t items;       // tiles of query rows, once for each KV head and tile of heads; some are empty
-  unsigned* taken;     // items that CTAs took after their first one, 0 at the start; null: none is left
+  unsigned long long* taken;  // items that CTAs took after their first one, 0 at the start
   int granule;         // positions that are adjacent in memory wherever a tile of keys lies
   // What the copy engine can copy; the rest warps copy themselves.
   bool query_is_aligned, pools_are_aligned;

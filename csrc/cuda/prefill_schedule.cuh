@@ -49,49 +49,120 @@ struct PrefillWork {
   }
 };
 
-// Finds an item's rows; false where it has none, or those of a sequence that decode attention takes.
-// Sequence i's tiles begin at starts[i] / tokens_of_tile + i, which leaves every sequence at least the
-// tiles it needs and takes no sum over lengths. Late tiles of a causal sequence see the most keys:
-// they come first. Called by a whole warp.
+// Query tiles of a sequence; none where decode attention takes it.
+__device__ inline int tiles_of_sequence(
+    const DecodeProblem& problem, const PrefillGrid& grid, int start, int stop) {
+  if (stop - start <= kRows / problem.heads_of_tile) return 0;
+  return (stop - start + grid.tokens_of_tile - 1) / grid.tokens_of_tile;
+}
+
+// Finds the rows of items, whose numbers must grow from call to call: the tiles of all sequences, with
+// the tiles of all heads of each side by side. Late tiles of a causal sequence see the most keys: they
+// come first. Called by a whole warp.
 template <int KEYS>
-__device__ inline bool find_work(
-    const DecodeProblem& problem, const PrefillGrid& grid, int64_t item, PrefillWork& work) {
-  const int items = problem.items_of_sequence(), tokens = grid.tokens_of_tile;
-  const int tile = static_cast<int>(grid.items / items - 1 - item / items);
-  const int of_sequence = static_cast<int>(item % items);
-  int begun = 0;
-  for (int first = 0; first < problem.num_sequences; first += 32) {
-    const int index = first + threadIdx.x % 32;
-    const bool has_begun =
-        index < problem.num_sequences && problem.starts[index] / tokens + index <= tile;
-    begun += __popc(__ballot_sync(0xFFFFFFFF, has_begun));
+class WorkFinder {
+ public:
+  __device__ WorkFinder(const DecodeProblem& problem, const PrefillGrid& grid)
+      : problem_(problem), grid_(grid) {}
+
+  // False: there are no more.
+  __device__ bool find(int64_t item, PrefillWork& work) {
+    const int items = problem_.items_of_sequence();
+    const int64_t tile = quotient(item, items);
+    const int lane = threadIdx.x % 32;
+    while (first_ < problem_.num_sequences) {
+      const int index = problem_.num_sequences - 1 - first_ - lane;
+      int own = 0, start = 0, stop = 0;
+      if (index >= 0) {
+        start = problem_.starts.clamped(index, 0, problem_.num_tokens);
+        stop = problem_.starts.clamped(index + 1, start, problem_.num_tokens);
+        own = tiles_of_sequence(problem_, grid_, start, stop);
+      }
+      int up_to = own;
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(0xFFFFFFFF, up_to, distance);
+        if (lane >= distance) up_to += other;
+      }
+      const uint32_t later = __ballot_sync(0xFFFFFFFF, before_ + up_to > tile);
+      if (later != 0) {
+        const int found = __ffs(static_cast<int>(later)) - 1;
+        work.sequence = __shfl_sync(0xFFFFFFFF, index, found);
+        work.start = __shfl_sync(0xFFFFFFFF, start, found);
+        work.query_length = __shfl_sync(0xFFFFFFFF, stop, found) - work.start;
+        const int last = __shfl_sync(0xFFFFFFFF, up_to, found) - 1;
+        work.first = static_cast<int>(before_ + last - tile) * grid_.tokens_of_tile;
+        describe(work, static_cast<int>(item - tile * items));
+        return true;
+      }
+      before_ += __shfl_sync(0xFFFFFFFF, up_to, 31);
+      first_ += 32;
+    }
+    return false;
   }
-  if (begun == 0) return false;
-  work.sequence = begun - 1;
-  const int64_t all = problem.num_tokens;
-  const int64_t start = min(max(problem.starts[work.sequence], int64_t{0}), all);
-  const int64_t stop = min(max(problem.starts[work.sequence + 1], start), all);
-  const int64_t first = (tile - start / tokens - work.sequence) * tokens;
-  if ((stop - start) * problem.heads_of_tile <= kRows) return false;
-  if (first < 0 || first >= stop - start) return false;
-  work.start = static_cast<int>(start);
-  work.query_length = static_cast<int>(stop - start);
-  work.first = static_cast<int>(first);
-  work.kv_head = of_sequence / problem.head_tiles;
-  const int first_of_group = of_sequence % problem.head_tiles * problem.heads_of_tile;
-  work.first_head = work.kv_head * problem.group + first_of_group;
-  work.heads = min(problem.heads_of_tile, problem.group - first_of_group);
-  work.length = static_cast<int>(
-      min(max(problem.lengths[work.sequence], int64_t{0}), int64_t{problem.max_positions}));
-  const int offset = work.length - work.query_length;
-  const int last = min(work.first + tokens, work.query_length) - 1;
-  const KeyRange of_first = keys_seen(problem, work.first + offset, work.length);
-  const KeyRange of_last = keys_seen(problem, last + offset, work.length);
-  work.lowest = of_first.lower, work.highest = of_last.upper;
-  work.seen_by_all_from = of_last.lower, work.seen_by_all_to = of_first.upper;
-  work.first_tile = work.lowest / KEYS;
-  work.tiles = work.highest > work.lowest ? (work.highest + KEYS - 1) / KEYS - work.first_tile : 0;
-  return true;
+
+ private:
+  // Heads and keys.
+  __device__ void describe(PrefillWork& work, int of_sequence) const {
+    work.kv_head = of_sequence / problem_.head_tiles;
+    const int first_of_group = of_sequence % problem_.head_tiles * problem_.heads_of_tile;
+    work.first_head = work.kv_head * problem_.group + first_of_group;
+    work.heads = min(problem_.heads_of_tile, problem_.group - first_of_group);
+    work.length = problem_.lengths.clamped(work.sequence, 0, problem_.max_positions);
+    const int offset = work.length - work.query_length;
+    const int last = min(work.first + grid_.tokens_of_tile, work.query_length) - 1;
+    const KeyRange of_first = keys_seen(problem_, work.first + offset, work.length);
+    const KeyRange of_last = keys_seen(problem_, last + offset, work.length);
+    work.lowest = of_first.lower, work.highest = of_last.upper;
+    work.seen_by_all_from = of_last.lower, work.seen_by_all_to = of_first.upper;
+    work.first_tile = work.lowest / KEYS;
+    const int stop_tile = (work.highest + KEYS - 1) / KEYS;
+    work.tiles = work.highest > work.lowest ? stop_tile - work.first_tile : 0;
+  }
+
+  const DecodeProblem& problem_;
+  const PrefillGrid& grid_;
+  int first_ = 0;       // sequences that were passed, the last ones first
+  int64_t before_ = 0;  // their tiles
+};
+
+// How many CTAs share out the items, the same in all of them. Decode attention of the call's short
+// sequences waits for memory, this for the matrix units: where both have much to do, this leaves as many
+// multiprocessors to decode attention as let both end at about the same time. Called by the whole CTA.
+template <class SHAPE>
+__device__ inline int ctas_at_work(const DecodeProblem& problem, const PrefillGrid& grid) {
+  // Keys of one head that memory brings while a multiprocessor takes a tile of keys, about.
+  constexpr unsigned long long kKeysOfTile = 1830000 / SHAPE::kDim;
+  if (problem.num_sequences == 1) return gridDim.x;
+  __shared__ unsigned long long query_tiles, key_tiles, keys;
+  if (threadIdx.x == 0) query_tiles = key_tiles = keys = 0;
+  __syncthreads();
+  for (int index = threadIdx.x; index < problem.num_sequences; index += blockDim.x) {
+    const int start = problem.starts.clamped(index, 0, problem.num_tokens);
+    const int stop = problem.starts.clamped(index + 1, start, problem.num_tokens);
+    const int tiles = tiles_of_sequence(problem, grid, start, stop);
+    const int length = problem.lengths.clamped(index, 0, problem.max_positions);
+    int64_t seen = length;
+    if (problem.window_left >= 0) {
+      seen = min(seen, static_cast<int64_t>(problem.window_left) + stop - start);
+    }
+    if (tiles > 0) {
+      // Half of the new keys are after the query. A few tiles' time goes by before and after all.
+      const int64_t later = problem.window_right >= 0 ? min(static_cast<int64_t>(stop - start), seen) / 2 : 0;
+      atomicAdd(&query_tiles, static_cast<unsigned long long>(tiles));
+      atomicAdd(&key_tiles, static_cast<unsigned long long>(tiles * ((seen - later) / SHAPE::kKeys + 3)));
+    } else if (stop > start) {
+      atomicAdd(&keys, static_cast<unsigned long long>(seen));
+    }
+  }
+  __syncthreads();
+  if (key_tiles == 0) return 0;
+  if (keys == 0) return gridDim.x;
+  // Each CTA takes so many items, one after another.
+  const unsigned long long items = query_tiles * problem.items_of_sequence();
+  const unsigned long long needed = key_tiles * kKeysOfTile;
+  const unsigned long long rounds = max((items * keys + needed / 2) / needed, 1ull);
+  return static_cast<int>(min((items + rounds - 1) / rounds, static_cast<unsigned long long>(gridDim.x)));
 }
 
 // Work is found so much ahead that no warp waits for it.
