@@ -32,7 +32,7 @@ struct Barrier {
     uint32_t ended;
     do {
       asm volatile("{\n.reg .pred ended;\n"
-                   "mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+                   "mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2, 1000000;\n"
                    "selp.u32 %0, 1, 0, ended;\n}"
                    : "=r"(ended) : "r"(address()), "r"(parity) : "memory");
     } while (ended == 0);

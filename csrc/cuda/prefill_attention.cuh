@@ -13,8 +13,24 @@
 
 namespace torch_pagedkv {
 
-// One for each warpgroup that attends: whose turn it is, and where its warps meet.
-inline constexpr int kFirstTurnBarrier = 1, kFirstGroupBarrier = 5;
+// One for each warpgroup that attends: whose turn it is.
+inline constexpr int kFirstTurnBarrier = 1;
+
+// The lower one of two lanes gives its second element for the first element of the upper one.
+__device__ inline void exchange(uint32_t& first, uint32_t& second, bool is_upper, int distance) {
+  const uint32_t got = __shfl_xor_sync(0xFFFFFFFF, is_upper ? first : second, distance);
+  first = is_upper ? got : first;
+  second = is_upper ? second : got;
+}
+
+// Element i of lane j of four goes to element j of lane i.
+__device__ inline void transpose_of_four(uint32_t (&elements)[4]) {
+  const bool is_upper = threadIdx.x & 2, is_odd = threadIdx.x & 1;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) exchange(elements[i], elements[i + 2], is_upper, 2);
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) exchange(elements[i], elements[i + 1], is_odd, 1);
+}
 
 template <class SHAPE, bool IS_PLAIN>
 class Attendant {
@@ -34,9 +50,7 @@ class Attendant {
         value_stages_(key_stages_ + SHAPE::kKeyStages * SHAPE::kStageBytes),
         query_(
             value_stages_ + SHAPE::kValueStages * SHAPE::kStageBytes +
-            group_ * 64 * kPanelRowBytes),
-        out_(shared + (SHAPE::kKeyStages + SHAPE::kValueStages) * SHAPE::kStageBytes +
-             (SHAPE::kOutIsQuery ? 0 : SHAPE::kQueryBytes) + warp_ * 16 * kPanelRowBytes) {}
+            group_ * 64 * kPanelRowBytes) {}
 
   __device__ void run() {
     Ring<kWorkSlots> slot;
@@ -117,12 +131,10 @@ class Attendant {
       wait_products<0>();
       pin(acc);
       take_values(work, rows, acc, stop - 1, was_cleaned);
-    } else if (!SHAPE::kOutIsQuery) {
+    } else {
       leave(control_.query_empty);
     }
-    if (SHAPE::kOutIsQuery) meet(kFirstGroupBarrier + group_, 128);  // its warps read the query
     write_rows(work, rows, state, acc);
-    if (SHAPE::kOutIsQuery) leave(control_.query_empty);
   }
 
   // Starts scores = query . keys.
@@ -171,7 +183,7 @@ class Attendant {
     }
     __syncwarp();
     leave(control_.keys_empty[stage]);
-    if (is_last && !SHAPE::kOutIsQuery) leave(control_.query_empty);
+    if (is_last) leave(control_.query_empty);
     key_ring_.advance();
   }
 
@@ -190,7 +202,7 @@ class Attendant {
     for (int i = 0; i < kKeys / 4; ++i) weights[i] = Math::pair(scores[2 * i], scores[2 * i + 1]);
   }
 
-  // Rows of a warp go through shared memory, so that they are written 16 bytes at a time.
+  // Four lanes have a row. They exchange pieces, so that each writes 16 bytes at a time.
   __device__ void write_rows(
       const PrefillWork& work, const LaneTerms<IS_PLAIN>& rows, SoftmaxState& state,
       const float (&acc)[kDim / 2]) {
@@ -206,31 +218,24 @@ class Attendant {
       if (t == 0 && row.exists) {
         problem_.lse[static_cast<int64_t>(row.head) * problem_.num_tokens + row.token] = end.lse;
       }
+      const int64_t place = static_cast<int64_t>(row.token) * problem_.num_heads + row.head;
+      char* const out = problem_.out + place * problem_.value_dim * 2;
 #pragma unroll
-      for (int tile = 0; tile < kDim / 8; ++tile) {
-        *reinterpret_cast<uint32_t*>(out_piece(g + 8 * half, tile) + t * 4) =
-            Math::pair(acc[4 * tile + 2 * half] * factor, acc[4 * tile + 2 * half + 1] * factor);
+      for (int tile = 0; tile < kDim / 8; tile += 4) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* const two = acc + 4 * (tile + i) + 2 * half;
+          pairs[i] = Math::pair(two[0] * factor, two[1] * factor);
+        }
+        transpose_of_four(pairs);
+        const int column = (tile + t) * 8;
+        if (row.exists && column < problem_.value_dim) {
+          *reinterpret_cast<uint4*>(out + column * 2) =
+              make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        }
       }
     }
-    __syncwarp();
-    constexpr int kPieces = kDim / 8;
-    const int piece = lane % kPieces;
-#pragma unroll
-    for (int of_warp = lane / kPieces; of_warp < 16; of_warp += 32 / kPieces) {
-      const TileRow row(problem_, grid_, work, warp_ * 16 + of_warp);
-      if (!row.exists || piece * 8 >= problem_.value_dim) continue;
-      const int64_t place =
-          (static_cast<int64_t>(row.token) * problem_.num_heads + row.head) * problem_.value_dim;
-      *reinterpret_cast<uint4*>(problem_.out + place * 2 + piece * 16) =
-          *reinterpret_cast<const uint4*>(out_piece(of_warp, piece));
-    }
-    __syncwarp();
-  }
-
-  // 8 elements of a row of this warp, laid out as the query is.
-  __device__ char* out_piece(int row, int piece) const {
-    return out_ + piece / 8 * SHAPE::kQueryPanelBytes +
-           swizzled<kPanelRowBytes>(row, piece % 8 * 16);
   }
 
   const DecodeProblem& problem_;
@@ -238,7 +243,6 @@ class Attendant {
   PrefillControl<SHAPE>& control_;
   int group_, warp_;  // of those that attend
   uint32_t key_stages_, value_stages_, query_;
-  char* out_;
   Ring<SHAPE::kKeyStages> key_ring_;
   Ring<SHAPE::kValueStages> value_ring_;
   Ring<1> query_ring_;
@@ -291,7 +295,7 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) prefill_attention(
           problem, grid, maps.query, ctas, control,
           value_stages + SHAPE::kValueStages * SHAPE::kStageBytes);
     } else {
-      clean_edges<SHAPE>(control, value_stages);
+      clean_edges<SHAPE>(grid, control, value_stages);
     }
   } else {
     take_registers<SHAPE::kAttendRegisters>();

@@ -315,7 +315,8 @@ __device__ inline void bring_queries(
 }
 
 template <class SHAPE>
-__device__ inline void clean_edges(PrefillControl<SHAPE>& control, char* value_stages) {
+__device__ inline void clean_edges(
+    const PrefillGrid& grid, PrefillControl<SHAPE>& control, char* value_stages) {
   Ring<SHAPE::kValueStages> ring;
   uint32_t raw_parities = 0;  // a bit for each stage
   take_work(control, [&](const PrefillWork& work) {
@@ -325,15 +326,18 @@ __device__ inline void clean_edges(PrefillControl<SHAPE>& control, char* value_s
       if (!work.is_edge<SHAPE::kKeys>(tile)) continue;
       control.values_raw[stage].wait(raw_parities >> stage & 1);
       raw_parities ^= 1u << stage;
-      // Values that all rows see may be what they are.
-      const int start = tile * SHAPE::kKeys;
-      const int from = min(max(work.seen_by_all_from - start, 0), SHAPE::kKeys);
-      const int to = max(min(work.seen_by_all_to - start, SHAPE::kKeys), from);
+      // Values that all rows see may be what they are, and those of whole granules that no row sees are
+      // zeros.
+      const int start = tile * SHAPE::kKeys, least = -grid.granule;
+      const auto within = [&](int position) { return min(max(position - start, 0), SHAPE::kKeys); };
+      const int first = within(work.lowest & least), from = within(work.seen_by_all_from);
+      const int to = max(within(work.seen_by_all_to), from);
+      const int stop = within((work.highest + grid.granule - 1) & least);
       bool found = false;
       for (int panel = 0; panel < SHAPE::kPanels; ++panel) {
         char* const place = value_stages + stage * SHAPE::kStageBytes + panel * SHAPE::kPanelBytes;
-        found |= clean_values<typename SHAPE::Math>(place, 0, from);
-        found |= clean_values<typename SHAPE::Math>(place, to, SHAPE::kKeys);
+        found |= clean_values<typename SHAPE::Math>(place, first, from);
+        found |= clean_values<typename SHAPE::Math>(place, to, stop);
       }
       const bool any = __any_sync(0xFFFFFFFF, found);
       publish_to_products();

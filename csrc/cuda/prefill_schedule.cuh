@@ -23,11 +23,8 @@ struct PrefillShape {
   static constexpr int kStageBytes = kPanels * kPanelBytes;
   static constexpr int kQueryPanelBytes = kRows * kPanelRowBytes;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
-  // Rows of the output wait to be written where the query lies, or beside it where there is room: the
-  // next query can then come sooner.
-  static constexpr bool kOutIsQuery = DIM > 128;
-  static constexpr int kSharedBytes =
-      (KEY_STAGES + VALUE_STAGES) * kStageBytes + (kOutIsQuery ? 1 : 2) * kQueryBytes + 1024;
+  static constexpr int kSharedBytes = (KEY_STAGES + VALUE_STAGES) * kStageBytes + kQueryBytes + 1024;
+  static_assert(kSharedBytes <= 226 * 1024);
   // A multiprocessor's 64 Ki registers, in the numbers that can be asked for.
   static constexpr int kAttendRegisters = GROUPS == 2 ? 232 : 160;
   static constexpr int kLoadRegisters = GROUPS == 2 ? 40 : 32;
