@@ -80,6 +80,17 @@ __device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" :: "l"(reinterpret_cast<uint64_t>(&map)) : "memory");
 }
 
+// Starts a copy of whole groups of 8 rows, all panels of each. What lies outside the pool becomes zeros.
+__device__ inline void copy_groups(
+    uint32_t target, const CUtensorMap& map, Barrier& barrier, int head, int group) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %3, %3, %4, %5}], [%2];"
+      :: "r"(target), "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier.address()), "r"(0), "r"(head),
+         "r"(group)
+      : "memory");
+}
+
 // Starts a copy of rows of a pool's block, 64 elements wide. What lies outside the pool becomes zeros.
 __device__ inline void copy_rows(
     uint32_t target, const CUtensorMap& map, Barrier& barrier, int element, int offset, int head,

@@ -17,13 +17,15 @@ namespace torch_pagedkv {
 
 inline constexpr int kPanelRowBytes = 128;
 inline constexpr int kPanelElements = 64;
+inline constexpr int kPieceBytes = 8 * kPanelRowBytes;  // 8 rows of a panel
 
-// What tells the matrix unit where a matrix lies. `panel_stride` is the distance between panels, for
-// matrices whose panels lie along the columns of the product (values).
-__device__ inline uint64_t describe_matrix(uint32_t address, uint32_t panel_stride) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = 8 * kPanelRowBytes;
-  return kSwizzle128 | (kEightRows >> 4) << 32 | static_cast<uint64_t>(panel_stride >> 4) << 16 |
-         (address & 0x3FFFF) >> 4;
+// What tells the matrix unit where a matrix lies: the distances between groups of 8 rows, and between
+// panels, where those lie along the columns of the product (values).
+__device__ inline uint64_t describe_matrix(
+    uint32_t address, uint32_t group_stride, uint32_t panel_stride) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  return kSwizzle128 | static_cast<uint64_t>(group_stride >> 4) << 32 |
+         static_cast<uint64_t>(panel_stride >> 4) << 16 | (address & 0x3FFFF) >> 4;
 }
 
 // The same matrix `bytes` farther on in memory.

@@ -139,9 +139,9 @@ class Attendant {
 
   // Starts scores = query . keys.
   __device__ void multiply_keys(float (&scores)[kKeys / 2]) {
-    const uint64_t query = describe_matrix(query_, 16);
-    const uint64_t keys =
-        describe_matrix(key_stages_ + key_ring_.index * SHAPE::kStageBytes, 16);
+    const uint64_t query = describe_matrix(query_, kPieceBytes, 16);
+    const uint64_t keys = describe_matrix(
+        key_stages_ + key_ring_.index * SHAPE::kStageBytes, SHAPE::kGroupBytes, 16);
     pin(scores);
     begin_products();
 #pragma unroll
@@ -149,7 +149,7 @@ class Attendant {
       const int panel = step / 4, byte = step % 4 * 32;
       WarpgroupProduct<Math, kKeys>::of_shared(
           scores, farther(query, panel * SHAPE::kQueryPanelBytes + byte),
-          farther(keys, panel * SHAPE::kPanelBytes + byte), step > 0);
+          farther(keys, panel * kPieceBytes + byte), step > 0);
     }
     commit_products();
   }
@@ -157,14 +157,14 @@ class Attendant {
   // Starts acc += weights . values.
   __device__ void multiply_values(float (&acc)[kDim / 2], uint32_t (&weights)[kKeys / 4]) {
     const uint64_t values = describe_matrix(
-        value_stages_ + value_ring_.index * SHAPE::kStageBytes, SHAPE::kPanelBytes);
+        value_stages_ + value_ring_.index * SHAPE::kStageBytes, SHAPE::kGroupBytes, kPieceBytes);
     pin(acc);
     pin(weights);
     begin_products();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
       WarpgroupProduct<Math, kDim>::of_registers(
-          acc, weights + step * 4, farther(values, step * 16 * kPanelRowBytes));
+          acc, weights + step * 4, farther(values, step * 2 * SHAPE::kGroupBytes));
     }
     commit_products();
   }

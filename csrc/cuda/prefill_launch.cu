@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "hopper_products.cuh"
 #include "launch.h"
 #include "prefill_problem.h"
 
@@ -77,6 +78,29 @@ bool map_query(CUtensorMap& map, const DecodeProblem& problem, const PrefillGrid
       {64, problem.heads_of_tile, grid.tokens_of_tile});
 }
 
+// How many groups of 8 positions it is from a block to the next, if all groups lie equally far apart and
+// all panels of a row are whole; otherwise 0.
+int groups_of_block(const Tensor& cache) {
+  if (cache.size(1) % 8 != 0 || cache.size(3) % kPanelElements != 0) return 0;
+  if (cache.size(0) == 1) return static_cast<int>(cache.size(1) / 8);
+  const int64_t group = 8 * cache.stride(1);
+  if (group <= 0 || cache.stride(0) % group != 0) return 0;
+  const int64_t groups = cache.stride(0) / group;
+  return groups * cache.size(0) > INT32_MAX || groups < cache.size(1) / 8 ? 0 : static_cast<int>(groups);
+}
+
+// A pool as (element, offset in a group, panel, head, group), copied `granule` positions at a time.
+bool map_groups(CUtensorMap& map, const Tensor& cache, int granule, int groups, int dim) {
+  const int64_t element = static_cast<int64_t>(cache.element_size());
+  const int64_t row = cache.stride(1) * element;
+  const int64_t last = (cache.size(0) - 1) * groups + cache.size(1) / 8;
+  return encode<5>(
+      map, cache.data_ptr(),
+      {kPanelElements, 8, cache.size(3) / kPanelElements, cache.size(2), last},
+      {row, kPanelRowBytes, cache.stride(2) * element, 8 * row},
+      {kPanelElements, 8, dim / kPanelElements, 1, granule / 8});
+}
+
 // A pool as (element, offset, head, block), copied `granule` positions and 64 elements at a time.
 bool map_pool(CUtensorMap& map, const Tensor& cache, int granule) {
   const int64_t element = static_cast<int64_t>(cache.element_size());
@@ -117,8 +141,17 @@ Tensor attend_prefill(
   check_cuda(kOp, cudaMemsetAsync(grid.taken, 0, sizeof *grid.taken, stream));
   PrefillMaps maps{};
   grid.query_is_aligned = map_query(maps.query, problem, grid);
-  grid.pools_are_aligned = map_pool(maps.keys, key_cache, grid.granule) &&
-                           map_pool(maps.values, value_cache, grid.granule);
+  const int of_keys = groups_of_block(key_cache), of_values = groups_of_block(value_cache);
+  if (of_keys > 0 && of_values > 0 &&
+      map_groups(maps.keys, key_cache, grid.granule, of_keys, variant.dim) &&
+      map_groups(maps.values, value_cache, grid.granule, of_values, variant.dim)) {
+    grid.groups_of_keys = of_keys, grid.groups_of_values = of_values;
+    grid.pools_are_aligned = true;
+  } else {
+    grid.granule = std::min(grid.granule, 8);
+    grid.pools_are_aligned = map_pool(maps.keys, key_cache, grid.granule) &&
+                             map_pool(maps.values, value_cache, grid.granule);
+  }
   check_cuda(kOp, variant.attend(problem, grid, maps, ctas, stream));
   return counter;
 }

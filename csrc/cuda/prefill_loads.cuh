@@ -10,11 +10,11 @@
 namespace torch_pagedkv {
 
 // Puts 8 elements of a row where the copy engine would have put them.
-template <int PANEL_BYTES>
+template <int GROUP_BYTES, int PANEL_BYTES>
 __device__ inline void store_piece(
     char* target, int row, int piece, const uint32_t (&pairs)[4]) {
-  char* const place =
-      target + piece / 8 * PANEL_BYTES + swizzled<kPanelRowBytes>(row, piece % 8 * 16);
+  char* const place = target + row / 8 * GROUP_BYTES + piece / 8 * PANEL_BYTES +
+                      swizzled<kPanelRowBytes>(row % 8, piece % 8 * 16);
   *reinterpret_cast<uint4*>(place) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
@@ -74,6 +74,10 @@ class TileCopier {
     const int64_t block = problem_.table_is_wide ? reinterpret_cast<const int64_t*>(table)[column]
                                                  : reinterpret_cast<const int32_t*>(table)[column];
     return {block, position - column * problem_.block_size};
+  }
+
+  __device__ int groups_of_block() const {
+    return IS_KEYS ? grid_.groups_of_keys : grid_.groups_of_values;
   }
 
   __device__ bool is_in_pool(int64_t block) const { return block >= 0 && block < problem_.num_blocks; }
@@ -139,7 +143,7 @@ class TileCopier {
           for (int i = 0; i < 4; ++i) pairs[i] = load_pair(source + i * 4, false);
         }
       }
-      store_piece<SHAPE::kPanelBytes>(target, row, piece, pairs);
+      store_piece<SHAPE::kGroupBytes, kPieceBytes>(target, row, piece, pairs);
     }
     publish_to_products();
     __syncwarp();
@@ -150,25 +154,36 @@ class TileCopier {
 
   __device__ void issue(uint32_t target, Barrier& barrier, int kv_head) {
     const int granules = SHAPE::kKeys / grid_.granule;
-    const uint32_t granule_bytes = grid_.granule * kPanelRowBytes;
+    if (groups_of_block() > 0) {  // of 8 positions: one lane has one granule at most
+      const int group = blocks_[0] * groups_of_block() + offsets_[0] / 8;
+#pragma unroll 2
+      for (int lane = 0; lane < granules; ++lane) {
+        const bool is_here = static_cast<int>(threadIdx.x) % 32 == lane;
+        const int own = uniform(is_here ? group : 0);
+        if (elect_one()) copy_groups(target, map_, barrier, kv_head, own);
+        target += grid_.granule / 8 * SHAPE::kGroupBytes;
+      }
+      __syncwarp();
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
-      if (32 * i >= granules) break;
       const int count = min(32, granules - 32 * i);
-#pragma unroll 2
+#pragma unroll 1
       for (int lane = 0; lane < count; ++lane) {
         const bool is_here = static_cast<int>(threadIdx.x) % 32 == lane;
         const int block = uniform(is_here ? blocks_[i] : 0);
         const int offset = uniform(is_here ? offsets_[i] : 0);
+        const int row = (32 * i + lane) * grid_.granule;
+        const uint32_t place = target + row / 8 * SHAPE::kGroupBytes + row % 8 * kPanelRowBytes;
         if (elect_one()) {
 #pragma unroll
           for (int panel = 0; panel < SHAPE::kPanels; ++panel) {
             copy_rows(
-                target + panel * SHAPE::kPanelBytes, map_, barrier, panel * kPanelElements, offset,
-                kv_head, block);
+                place + panel * kPieceBytes, map_, barrier, panel * kPanelElements, offset, kv_head,
+                block);
           }
         }
-        target += granule_bytes;
       }
     }
     __syncwarp();
@@ -218,7 +233,7 @@ __device__ inline void copy_query(
 #pragma unroll
       for (int i = 0; i < 4; ++i) pairs[i] = load_pair(source + piece * 16 + i * 4, false);
     }
-    store_piece<SHAPE::kQueryPanelBytes>(target, row, piece, pairs);
+    store_piece<kPieceBytes, SHAPE::kQueryPanelBytes>(target, row, piece, pairs);
   }
   publish_to_products();
   __syncwarp();
@@ -226,23 +241,27 @@ __device__ inline void copy_query(
 }
 
 // Puts zeros in place of values that are not finite, which a weight of 0 would not hide, in rows
-// [first, stop) of a panel; returns whether this thread found any.
-template <class MATH>
-__device__ inline bool clean_values(char* panel, int first, int stop) {
-  constexpr uint32_t kExponent = MATH::kExponent;
+// [first, stop) of a tile; returns whether this thread found any.
+template <class SHAPE>
+__device__ inline bool clean_values(char* values, int first, int stop) {
+  constexpr int kPieces = SHAPE::kDim / 8;
+  constexpr uint32_t kExponent = SHAPE::Math::kExponent;
   constexpr uint32_t kCarry = kExponent ^ 0x7FFF7FFF;  // fills the mantissa's place
   const int lane = threadIdx.x % 32;
   bool found = false;
 #pragma unroll 4
-  for (int byte = first * kPanelRowBytes + lane * 16; byte < stop * kPanelRowBytes; byte += 32 * 16) {
-    uint4& place = *reinterpret_cast<uint4*>(panel + byte);
+  for (int piece = first * kPieces + lane; piece < stop * kPieces; piece += 32) {
+    const int row = piece / kPieces;
+    uint4& place = *reinterpret_cast<uint4*>(
+        values + row / 8 * SHAPE::kGroupBytes + piece % kPieces / 8 * kPieceBytes +
+        row % 8 * kPanelRowBytes + piece % 8 * 16);
     uint32_t words[4] = {place.x, place.y, place.z, place.w};
     uint32_t carried = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) carried |= (words[i] & kExponent) + kCarry + 0x00010001;
     if ((carried & 0x80008000) == 0) continue;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) found |= drop_nonfinite<MATH>(words[i]);
+    for (int i = 0; i < 4; ++i) found |= drop_nonfinite<typename SHAPE::Math>(words[i]);
     place = make_uint4(words[0], words[1], words[2], words[3]);
   }
   return found;
@@ -334,11 +353,9 @@ __device__ inline void clean_edges(
       const int to = max(within(work.seen_by_all_to), from);
       const int stop = within((work.highest + grid.granule - 1) & least);
       bool found = false;
-      for (int panel = 0; panel < SHAPE::kPanels; ++panel) {
-        char* const place = value_stages + stage * SHAPE::kStageBytes + panel * SHAPE::kPanelBytes;
-        found |= clean_values<typename SHAPE::Math>(place, first, from);
-        found |= clean_values<typename SHAPE::Math>(place, to, stop);
-      }
+      char* const values = value_stages + stage * SHAPE::kStageBytes;
+      found |= clean_values<SHAPE>(values, first, from);
+      found |= clean_values<SHAPE>(values, to, stop);
       const bool any = __any_sync(0xFFFFFFFF, found);
       publish_to_products();
       __syncwarp();

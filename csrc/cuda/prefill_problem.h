@@ -15,6 +15,9 @@ struct PrefillGrid {
   int granule;         // positions that are adjacent in memory wherever a tile of keys lies
   // What the copy engine can copy; the rest warps copy themselves.
   bool query_is_aligned, pools_are_aligned;
+  // Groups of 8 positions from a block to the next, where all groups lie equally far apart in both pools,
+  // so that a copy takes whole groups; otherwise 0.
+  int groups_of_keys, groups_of_values;
 };
 
 // The tensors as the copy engine knows them.
@@ -25,6 +28,7 @@ struct PrefillMaps {
 // The kernel for one dtype and width of heads; what a grid is made from.
 struct PrefillVariant {
   int rows, keys;  // of a tile
+  int dim;         // the widest heads
   // Whether the library holds this kernel's code for a device, the current one; asked before launches.
   bool (*is_there)(int device);
   cudaError_t (*attend)(

@@ -19,8 +19,9 @@ struct PrefillShape {
   static constexpr int kRows = 64 * GROUPS;
   static constexpr int kThreads = 128 * (GROUPS + 1);
   static constexpr int kPanels = DIM / kPanelElements;
-  static constexpr int kPanelBytes = KEYS * kPanelRowBytes;  // of keys or values
-  static constexpr int kStageBytes = kPanels * kPanelBytes;
+  // Keys and values lie in groups of 8 rows, panel after panel.
+  static constexpr int kGroupBytes = kPanels * kPieceBytes;
+  static constexpr int kStageBytes = KEYS / 8 * kGroupBytes;
   static constexpr int kQueryPanelBytes = kRows * kPanelRowBytes;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
   static constexpr int kSharedBytes = (KEY_STAGES + VALUE_STAGES) * kStageBytes + kQueryBytes + 1024;

@@ -48,7 +48,7 @@ cudaError_t launch_prefill(
 
 template <class SHAPE>
 inline constexpr PrefillVariant kPrefillVariant{
-    SHAPE::kRows, SHAPE::kKeys, &prefill_is_there<SHAPE>, &launch_prefill<SHAPE>};
+    SHAPE::kRows, SHAPE::kKeys, SHAPE::kDim, &prefill_is_there<SHAPE>, &launch_prefill<SHAPE>};
 
 template <class MATH>
 const PrefillVariant& prefill_variant_of(int dim) {
