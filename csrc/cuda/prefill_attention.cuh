@@ -90,12 +90,16 @@ class Attendant {
       int tile = work.first_tile;
       control_.keys_full[key_ring_.index].wait(key_ring_.parity);
       multiply_keys(scores);
-      bool is_masked = is_edge(tile) || control_.is_missing[key_ring_.index];
+      const bool is_missing = control_.is_missing[key_ring_.index];
       wait_products<0>();
       pin(scores);
-      take_scores(rows, scores, tile, is_masked, tile + 1 == stop);
+      if (is_edge(tile) || is_missing) {
+        take_scores<true>(rows, scores, tile, tile + 1 == stop);
+      } else {
+        take_scores<false>(rows, scores, tile, tile + 1 == stop);
+      }
       float decays[2];
-      state.take(rows, scores, is_masked, decays);
+      state.take(rows, scores, is_edge(tile) || is_missing, decays);
       pack(weights, scores);
       for (++tile; tile < stop; ++tile) {
         control_.keys_full[key_ring_.index].wait(key_ring_.parity);
@@ -104,37 +108,56 @@ class Attendant {
         control_.values_full[value_ring_.index].wait(value_ring_.parity);
         multiply_values(acc, weights);
         arrive_at(kFirstTurnBarrier + (group_ + 1) % SHAPE::kGroups, 256);
-        is_masked = is_edge(tile) || control_.is_missing[key_ring_.index];
-        const bool was_cleaned = is_edge(tile - 1) && control_.was_cleaned[value_ring_.index];
-        wait_products<1>();
-        pin(scores);
-        take_scores(rows, scores, tile, is_masked, tile + 1 == stop);
-        const bool decays_any = state.take(rows, scores, is_masked, decays);
-        pin(scores);
-        // The branch keeps the compiler from waiting for the values before it makes the weights.
-        if (decays_any) {
-          wait_products<0>();
-          pin(acc);
-#pragma unroll
-          for (int i = 0; i < kDim / 2; ++i) acc[i] *= decays[i / 2 % 2];
+        const bool is_last = tile + 1 == stop;
+        // Most tiles are seen by all rows; the code for others lies apart.
+        if (is_edge(tile) || control_.is_missing[key_ring_.index]) {
+          const bool was_cleaned = is_edge(tile - 1) && control_.was_cleaned[value_ring_.index];
+          take_products<true>(rows, state, scores, acc, weights, tile, is_last);
+          if (was_cleaned) rows.template add_nonfinite<SHAPE>(work, acc, (tile - 1) * kKeys);
         } else {
-          wait_products<0>();
-          pin(acc);
+          const bool was_cleaned = is_edge(tile - 1) && control_.was_cleaned[value_ring_.index];
+          take_products<false>(rows, state, scores, acc, weights, tile, is_last);
+          if (was_cleaned) rows.template add_nonfinite<SHAPE>(work, acc, (tile - 1) * kKeys);
         }
-        pin(weights);
-        take_values(work, rows, acc, tile - 1, was_cleaned);
-        pack(weights, scores);
       }
       control_.values_full[value_ring_.index].wait(value_ring_.parity);
       multiply_values(acc, weights);
       const bool was_cleaned = is_edge(stop - 1) && control_.was_cleaned[value_ring_.index];
       wait_products<0>();
       pin(acc);
-      take_values(work, rows, acc, stop - 1, was_cleaned);
+      leave_values();
+      if (was_cleaned) rows.template add_nonfinite<SHAPE>(work, acc, (stop - 1) * kKeys);
     } else {
       leave(control_.query_empty);
     }
     write_rows(work, rows, state, acc);
+  }
+
+  // The products with a tile's keys, and with the values before, are on their way: makes weights of the
+  // former while the latter are summed up.
+  template <bool IS_MASKED>
+  __device__ void take_products(
+      const LaneTerms<IS_PLAIN>& rows, SoftmaxState& state, float (&scores)[kKeys / 2],
+      float (&acc)[kDim / 2], uint32_t (&weights)[kKeys / 4], int tile, bool is_last) {
+    wait_products<1>();
+    pin(scores);
+    take_scores<IS_MASKED>(rows, scores, tile, is_last);
+    float decays[2];
+    const bool decays_any = state.take(rows, scores, IS_MASKED, decays);
+    pin(scores);
+    // The branch keeps the compiler from waiting for the values before it makes the weights.
+    if (decays_any) {
+      wait_products<0>();
+      pin(acc);
+#pragma unroll
+      for (int i = 0; i < kDim / 2; ++i) acc[i] *= decays[i / 2 % 2];
+    } else {
+      wait_products<0>();
+      pin(acc);
+    }
+    pin(weights);
+    leave_values();
+    pack(weights, scores);
   }
 
   // Starts scores = query . keys.
@@ -171,11 +194,11 @@ class Attendant {
 
   // Products are there: makes scores of them, masks them where rows see different keys, and gives the
   // stage back.
+  template <bool IS_MASKED>
   __device__ void take_scores(
-      const LaneTerms<IS_PLAIN>& rows, float (&scores)[kKeys / 2], int tile, bool is_masked,
-      bool is_last) {
+      const LaneTerms<IS_PLAIN>& rows, float (&scores)[kKeys / 2], int tile, bool is_last) {
     const int stage = key_ring_.index;
-    if (is_masked) {
+    if constexpr (IS_MASKED) {
       const bool is_missing = control_.is_missing[stage];
       rows.mask(scores, tile * kKeys, is_missing ? control_.missing[stage] : nullptr);
     } else {
@@ -187,14 +210,11 @@ class Attendant {
     key_ring_.advance();
   }
 
-  // Weighted values are there: adds those that were cleaned away, and gives the stage back.
-  __device__ void take_values(
-      const PrefillWork& work, const LaneTerms<IS_PLAIN>& rows, float (&acc)[kDim / 2], int tile,
-      bool was_cleaned) {
+  // Weighted values are there: gives their stage back.
+  __device__ void leave_values() {
     __syncwarp();
     leave(control_.values_empty[value_ring_.index]);
     value_ring_.advance();
-    if (was_cleaned) rows.template add_nonfinite<SHAPE>(work, acc, tile * kKeys);
   }
 
   __device__ void pack(uint32_t (&weights)[kKeys / 4], const float (&scores)[kKeys / 2]) {

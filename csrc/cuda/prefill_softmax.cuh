@@ -165,7 +165,7 @@ struct SoftmaxState {
       offset[half] = most[half] * scale;
       decays[half] = power_of_two(maximum[half] * scale - offset[half]);
     }
-    if (__any_sync(0xFFFFFFFF, is_far(offset[0]) || is_far(offset[1]))) {
+    if (__builtin_expect(__any_sync(0xFFFFFFFF, is_far(offset[0]) || is_far(offset[1])), false)) {
       // Products that overflowed are found here too.
       if (TERMS::kIsPlain && !is_masked) {
         drop_infinities(scores);
