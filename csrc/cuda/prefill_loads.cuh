@@ -204,16 +204,16 @@ class TileCopier {
 template <class SHAPE>
 __device__ inline void copy_query(
     const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
-    const PrefillWork& work, PrefillControl<SHAPE>& control, char* target) {
+    const PrefillWork& work, Barrier& is_full, char* target) {
   const int lane = threadIdx.x % 32, heads = problem.heads_of_tile;
   if (grid.query_is_aligned) {
     if (lane == 0) {
       const int bytes = grid.tokens_of_tile * heads * kPanelRowBytes;
-      control.query_full.arrive_and_expect(SHAPE::kPanels * bytes);
+      is_full.arrive_and_expect(SHAPE::kPanels * bytes);
 #pragma unroll
       for (int panel = 0; panel < SHAPE::kPanels; ++panel) {
         copy_query_rows(
-            shared_address(target) + panel * SHAPE::kQueryPanelBytes, map, control.query_full,
+            shared_address(target) + panel * SHAPE::kQueryPanelBytes, map, is_full,
             panel * kPanelElements, work.first_head, work.start + work.first);
       }
     }
@@ -237,7 +237,7 @@ __device__ inline void copy_query(
   }
   publish_to_products();
   __syncwarp();
-  if (lane == 0) control.query_full.arrive();
+  if (lane == 0) is_full.arrive();
 }
 
 // Puts zeros in place of values that are not finite, which a weight of 0 would not hide, in rows
@@ -323,12 +323,15 @@ __device__ inline void bring_queries(
     const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
     int ctas, PrefillControl<SHAPE>& control, char* target) {
   WorkPublisher<SHAPE> publisher(problem, grid, ctas, control);
-  Ring<1> of_query;
+  Ring<SHAPE::kQueryStages> stage;
   publisher.publish_next();
   take_work(control, [&](const PrefillWork& work) {
-    control.query_empty.wait(of_query.parity ^ 1);
-    of_query.advance();
-    copy_query<SHAPE>(problem, grid, map, work, control, target);
+    if (work.tiles > 0) {
+      control.query_empty[stage.index].wait(stage.parity ^ 1);
+      char* const place = target + stage.index * SHAPE::kQueryBytes;
+      copy_query<SHAPE>(problem, grid, map, work, control.query_full[stage.index], place);
+      stage.advance();
+    }
     publisher.publish_next();
   });
 }
