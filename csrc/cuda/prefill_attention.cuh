@@ -306,8 +306,6 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) prefill_attention(
     const __grid_constant__ PrefillMaps maps) {
 #if defined(TORCH_PAGEDKV_HOPPER)
   allow_dependents();
-  const int ctas = ctas_at_work<SHAPE>(problem, grid);
-  if (static_cast<int>(blockIdx.x) >= ctas) return;
   extern __shared__ __align__(1024) char unaligned[];
   __shared__ PrefillControl<SHAPE> control;
   char* const shared = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
@@ -345,7 +343,7 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) prefill_attention(
       copy_tiles<SHAPE, false>(problem, grid, maps.values, control, value_stages);
     } else if (warp == 2) {
       bring_queries<SHAPE>(
-          problem, grid, maps.query, ctas, control,
+          problem, grid, maps.query, control,
           value_stages + SHAPE::kValueStages * SHAPE::kStageBytes);
     } else {
       clean_edges<SHAPE>(grid, control, value_stages);

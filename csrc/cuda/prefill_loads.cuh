@@ -156,10 +156,9 @@ class TileCopier {
     const int granules = SHAPE::kKeys / grid_.granule;
     if (groups_of_block() > 0) {  // of 8 positions: one lane has one granule at most
       const int group = blocks_[0] * groups_of_block() + offsets_[0] / 8;
-#pragma unroll 2
+#pragma unroll 4
       for (int lane = 0; lane < granules; ++lane) {
-        const bool is_here = static_cast<int>(threadIdx.x) % 32 == lane;
-        const int own = uniform(is_here ? group : 0);
+        const int own = __shfl_sync(0xFFFFFFFF, group, lane);
         if (elect_one()) copy_groups(target, map_, barrier, kv_head, own);
         target += grid_.granule / 8 * SHAPE::kGroupBytes;
       }
@@ -169,11 +168,10 @@ class TileCopier {
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
       const int count = min(32, granules - 32 * i);
-#pragma unroll 1
+#pragma unroll 2
       for (int lane = 0; lane < count; ++lane) {
-        const bool is_here = static_cast<int>(threadIdx.x) % 32 == lane;
-        const int block = uniform(is_here ? blocks_[i] : 0);
-        const int offset = uniform(is_here ? offsets_[i] : 0);
+        const int block = __shfl_sync(0xFFFFFFFF, blocks_[i], lane);
+        const int offset = __shfl_sync(0xFFFFFFFF, offsets_[i], lane);
         const int row = (32 * i + lane) * grid_.granule;
         const uint32_t place = target + row / 8 * SHAPE::kGroupBytes + row % 8 * kPanelRowBytes;
         if (elect_one()) {
@@ -274,9 +272,8 @@ template <class SHAPE>
 class WorkPublisher {
  public:
   __device__ WorkPublisher(
-      const DecodeProblem& problem, const PrefillGrid& grid, int ctas,
-      PrefillControl<SHAPE>& control)
-      : finder_(problem, grid), grid_(grid), control_(control), ctas_(ctas), item_(blockIdx.x) {}
+      const DecodeProblem& problem, const PrefillGrid& grid, PrefillControl<SHAPE>& control)
+      : finder_(problem, grid), grid_(grid), control_(control), item_(blockIdx.x) {}
 
   __device__ void publish_next() {
     PrefillWork work{};
@@ -291,14 +288,13 @@ class WorkPublisher {
     if (work.tiles < 0) return;
     unsigned long long taken = 0;
     if (threadIdx.x % 32 == 0) taken = atomicAdd(grid_.taken, 1ull);
-    item_ = ctas_ + static_cast<int64_t>(__shfl_sync(0xFFFFFFFF, taken, 0));
+    item_ = gridDim.x + static_cast<int64_t>(__shfl_sync(0xFFFFFFFF, taken, 0));
   }
 
  private:
   WorkFinder<SHAPE::kKeys> finder_;
   const PrefillGrid& grid_;
   PrefillControl<SHAPE>& control_;
-  int ctas_;
   int64_t item_;
   Ring<kWorkSlots> slot_;
 };
@@ -321,8 +317,8 @@ __device__ inline void take_work(PrefillControl<SHAPE>& control, const TAKE& tak
 template <class SHAPE>
 __device__ inline void bring_queries(
     const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
-    int ctas, PrefillControl<SHAPE>& control, char* target) {
-  WorkPublisher<SHAPE> publisher(problem, grid, ctas, control);
+    PrefillControl<SHAPE>& control, char* target) {
+  WorkPublisher<SHAPE> publisher(problem, grid, control);
   Ring<SHAPE::kQueryStages> stage;
   publisher.publish_next();
   take_work(control, [&](const PrefillWork& work) {

@@ -126,45 +126,6 @@ class WorkFinder {
   int64_t before_ = 0;  // their tiles
 };
 
-// How many CTAs share out the items, the same in all of them. Decode attention of the call's short
-// sequences waits for memory, this for the matrix units: where both have much to do, this leaves as many
-// multiprocessors to decode attention as let both end at about the same time. Called by the whole CTA.
-template <class SHAPE>
-__device__ inline int ctas_at_work(const DecodeProblem& problem, const PrefillGrid& grid) {
-  // Keys of one head that memory brings while a multiprocessor takes a tile of keys, about.
-  constexpr unsigned long long kKeysOfTile = 1830000 / SHAPE::kDim;
-  if (problem.num_sequences == 1) return gridDim.x;
-  __shared__ unsigned long long query_tiles, key_tiles, keys;
-  if (threadIdx.x == 0) query_tiles = key_tiles = keys = 0;
-  __syncthreads();
-  for (int index = threadIdx.x; index < problem.num_sequences; index += blockDim.x) {
-    const int start = problem.starts.clamped(index, 0, problem.num_tokens);
-    const int stop = problem.starts.clamped(index + 1, start, problem.num_tokens);
-    const int tiles = tiles_of_sequence(problem, grid, start, stop);
-    const int length = problem.lengths.clamped(index, 0, problem.max_positions);
-    int64_t seen = length;
-    if (problem.window_left >= 0) {
-      seen = min(seen, static_cast<int64_t>(problem.window_left) + stop - start);
-    }
-    if (tiles > 0) {
-      // Half of the new keys are after the query. A few tiles' time goes by before and after all.
-      const int64_t later = problem.window_right >= 0 ? min(static_cast<int64_t>(stop - start), seen) / 2 : 0;
-      atomicAdd(&query_tiles, static_cast<unsigned long long>(tiles));
-      atomicAdd(&key_tiles, static_cast<unsigned long long>(tiles * ((seen - later) / SHAPE::kKeys + 3)));
-    } else if (stop > start) {
-      atomicAdd(&keys, static_cast<unsigned long long>(seen));
-    }
-  }
-  __syncthreads();
-  if (key_tiles == 0) return 0;
-  if (keys == 0) return gridDim.x;
-  // Each CTA takes so many items, one after another.
-  const unsigned long long items = query_tiles * problem.items_of_sequence();
-  const unsigned long long needed = key_tiles * kKeysOfTile;
-  const unsigned long long rounds = max((items * keys + needed / 2) / needed, 1ull);
-  return static_cast<int>(min((items + rounds - 1) / rounds, static_cast<unsigned long long>(gridDim.x)));
-}
-
 // Work is found so much ahead that no warp waits for it.
 inline constexpr int kWorkSlots = 3;
 
