@@ -136,7 +136,7 @@ class Attendant {
       } else {
         take_products<false>(rows, state, scores, acc, weights, tile, tile + 1 == stop);
       }
-      if (was_cleaned) rows.template add_nonfinite<SHAPE>(work, acc, (tile - 1) * kKeys);
+      if (was_cleaned) rows.template add_nonfinite<SHAPE>(acc, (tile - 1) * kKeys);
     }
     // The first product of the next work starts before this one is written. Where there is none, a
     // product of whatever lies there does no harm.
@@ -151,7 +151,7 @@ class Attendant {
     wait_products<1>();
     pin(acc);
     leave_values();
-    if (was_cleaned) rows.template add_nonfinite<SHAPE>(work, acc, (stop - 1) * kKeys);
+    if (was_cleaned) rows.template add_nonfinite<SHAPE>(acc, (stop - 1) * kKeys);
     write_rows(
         work, [&](int half) { return rows.as_score(state.maximum[half]); },
         [&](int half) { return state.sum_up(half); }, [&](int i) { return acc[i]; });
