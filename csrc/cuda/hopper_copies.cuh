@@ -91,7 +91,19 @@ __device__ inline void copy_groups(
       : "memory");
 }
 
-// The same of rows (token, head) of the query, one panel.
+// Starts a copy of rows of a pool's block, 64 elements wide. What lies outside the pool becomes zeros.
+__device__ inline void copy_rows(
+    uint32_t target, const CUtensorMap& map, Barrier& barrier, int element, int offset, int head,
+    int block) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];"
+      :: "r"(target), "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier.address()), "r"(element),
+         "r"(offset), "r"(head), "r"(block)
+      : "memory");
+}
+
+// The same for rows (token, head) of the query.
 __device__ inline void copy_query_rows(
     uint32_t target, const CUtensorMap& map, Barrier& barrier, int element, int head, int token) {
   asm volatile(

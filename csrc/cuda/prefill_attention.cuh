@@ -53,15 +53,16 @@ class Attendant {
             group_ * 64 * kPanelRowBytes) {}
 
   __device__ void run() {
+    Ring<kWorkSlots> slot;
     if (group_ == 0) arrive_at(kFirstTurnBarrier, 256);
-    float scores[kKeys / 2];
-    const PrefillWork* work = next_work();
-    if (work != nullptr) {
-      await_start();
-      multiply_keys(scores);
-      do work = attend(*work, scores); while (work != nullptr);
-      wait_products<0>();
-      pin(scores);
+    while (true) {
+      control_.work_full[slot.index].wait(slot.parity);
+      const PrefillWork& work = control_.work[slot.index];
+      if (work.tiles < 0) break;
+      attend(work);
+      __syncwarp();
+      leave(control_.work_empty[slot.index]);
+      slot.advance();
     }
     if (group_ == 0) meet(kFirstTurnBarrier, 256);  // the last turn was handed back
   }
@@ -72,91 +73,64 @@ class Attendant {
     if (threadIdx.x % 32 == 0) barrier.arrive();
   }
 
-  // The next work that has keys, or null. Rows of work without any are written here.
-  __device__ const PrefillWork* next_work() {
-    while (true) {
-      const int slot = slot_.index;
-      control_.work_full[slot].wait(slot_.parity);
-      const PrefillWork& work = control_.work[slot];
-      if (work.tiles < 0) return nullptr;
-      slot_.advance();
-      if (work.tiles > 0) return &work;
-      write_rows(work, [](int) { return -INFINITY; }, [](int) { return 0.0f; }, [](int) { return 0.0f; });
-      leave_work(work);
-    }
-  }
-
-  __device__ void leave_work(const PrefillWork& work) {
-    __syncwarp();
-    leave(control_.work_empty[&work - control_.work]);
-  }
-
-  // Waits for what the first product of a work multiplies.
-  __device__ void await_start() {
-    control_.query_full[query_ring_.index].wait(query_ring_.parity);
-    control_.keys_full[key_ring_.index].wait(key_ring_.parity);
-  }
-
-  // Attends to all keys of a work, whose first product is on its way, and starts the first product of
-  // the next work, which it returns.
-  __device__ const PrefillWork* attend(const PrefillWork& work, float (&scores)[kKeys / 2]) {
-    const LaneTerms<IS_PLAIN> rows(problem_, grid_, work, warp_);
+  __device__ void attend(const PrefillWork& work) {
+    LaneTerms<IS_PLAIN> rows(problem_, grid_, work, warp_);
     SoftmaxState state;
-    float acc[kDim / 2];
+    float scores[kKeys / 2], acc[kDim / 2];
     uint32_t weights[kKeys / 4];
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) acc[i] = 0.0f;
+    control_.query_full.wait(query_ring_.parity);
+    query_ring_.advance();
     const int stop = work.first_tile + work.tiles;
     const int whole_from = (work.seen_by_all_from + kKeys - 1) / kKeys;
     const int whole_to = work.seen_by_all_to / kKeys;
     const auto is_edge = [&](int tile) { return tile < whole_from || tile >= whole_to; };
-    int tile = work.first_tile;
-    const bool is_masked = is_edge(tile) || control_.is_missing[key_ring_.index];
-    wait_products<0>();
-    pin(scores);
-    if (is_masked) {
-      take_scores<true>(rows, scores, tile, tile + 1 == stop);
-    } else {
-      take_scores<false>(rows, scores, tile, tile + 1 == stop);
-    }
-    float decays[2];
-    state.take(rows, scores, is_masked, decays);
-    pack(weights, scores);
-    for (++tile; tile < stop; ++tile) {
+    if (work.tiles > 0) {
+      int tile = work.first_tile;
       control_.keys_full[key_ring_.index].wait(key_ring_.parity);
-      meet(kFirstTurnBarrier + group_, 256);
       multiply_keys(scores);
+      const bool is_missing = control_.is_missing[key_ring_.index];
+      wait_products<0>();
+      pin(scores);
+      if (is_edge(tile) || is_missing) {
+        take_scores<true>(rows, scores, tile, tile + 1 == stop);
+      } else {
+        take_scores<false>(rows, scores, tile, tile + 1 == stop);
+      }
+      float decays[2];
+      state.take(rows, scores, is_edge(tile) || is_missing, decays);
+      pack(weights, scores);
+      for (++tile; tile < stop; ++tile) {
+        control_.keys_full[key_ring_.index].wait(key_ring_.parity);
+        meet(kFirstTurnBarrier + group_, 256);
+        multiply_keys(scores);
+        control_.values_full[value_ring_.index].wait(value_ring_.parity);
+        multiply_values(acc, weights);
+        arrive_at(kFirstTurnBarrier + (group_ + 1) % SHAPE::kGroups, 256);
+        const bool is_last = tile + 1 == stop;
+        // Most tiles are seen by all rows; the code for others lies apart.
+        if (is_edge(tile) || control_.is_missing[key_ring_.index]) {
+          const bool was_cleaned = is_edge(tile - 1) && control_.was_cleaned[value_ring_.index];
+          take_products<true>(rows, state, scores, acc, weights, tile, is_last);
+          if (was_cleaned) rows.template add_nonfinite<SHAPE>(work, acc, (tile - 1) * kKeys);
+        } else {
+          const bool was_cleaned = is_edge(tile - 1) && control_.was_cleaned[value_ring_.index];
+          take_products<false>(rows, state, scores, acc, weights, tile, is_last);
+          if (was_cleaned) rows.template add_nonfinite<SHAPE>(work, acc, (tile - 1) * kKeys);
+        }
+      }
       control_.values_full[value_ring_.index].wait(value_ring_.parity);
       multiply_values(acc, weights);
-      arrive_at(kFirstTurnBarrier + (group_ + 1) % SHAPE::kGroups, 256);
-      const bool was_cleaned = is_edge(tile - 1) && control_.was_cleaned[value_ring_.index];
-      // Most tiles are seen by all rows; the code for others lies apart.
-      if (is_edge(tile) || control_.is_missing[key_ring_.index]) {
-        take_products<true>(rows, state, scores, acc, weights, tile, tile + 1 == stop);
-      } else {
-        take_products<false>(rows, state, scores, acc, weights, tile, tile + 1 == stop);
-      }
-      if (was_cleaned) rows.template add_nonfinite<SHAPE>(acc, (tile - 1) * kKeys);
+      const bool was_cleaned = is_edge(stop - 1) && control_.was_cleaned[value_ring_.index];
+      wait_products<0>();
+      pin(acc);
+      leave_values();
+      if (was_cleaned) rows.template add_nonfinite<SHAPE>(work, acc, (stop - 1) * kKeys);
+    } else {
+      leave(control_.query_empty);
     }
-    // The first product of the next work starts before this one is written. Where there is none, a
-    // product of whatever lies there does no harm.
-    const PrefillWork* const next = next_work();
-    if (next != nullptr) await_start();
-    control_.values_full[value_ring_.index].wait(value_ring_.parity);
-    const bool was_cleaned = is_edge(stop - 1) && control_.was_cleaned[value_ring_.index];
-    meet(kFirstTurnBarrier + group_, 256);
-    multiply_values(acc, weights);
-    multiply_keys(scores);
-    arrive_at(kFirstTurnBarrier + (group_ + 1) % SHAPE::kGroups, 256);
-    wait_products<1>();
-    pin(acc);
-    leave_values();
-    if (was_cleaned) rows.template add_nonfinite<SHAPE>(acc, (stop - 1) * kKeys);
-    write_rows(
-        work, [&](int half) { return rows.as_score(state.maximum[half]); },
-        [&](int half) { return state.sum_up(half); }, [&](int i) { return acc[i]; });
-    leave_work(work);
-    return next;
+    write_rows(work, rows, state, acc);
   }
 
   // The products with a tile's keys, and with the values before, are on their way: makes weights of the
@@ -188,8 +162,7 @@ class Attendant {
 
   // Starts scores = query . keys.
   __device__ void multiply_keys(float (&scores)[kKeys / 2]) {
-    const uint64_t query =
-        describe_matrix(query_ + query_ring_.index * SHAPE::kQueryBytes, kPieceBytes, 16);
+    const uint64_t query = describe_matrix(query_, kPieceBytes, 16);
     const uint64_t keys = describe_matrix(
         key_stages_ + key_ring_.index * SHAPE::kStageBytes, SHAPE::kGroupBytes, 16);
     pin(scores);
@@ -233,10 +206,7 @@ class Attendant {
     }
     __syncwarp();
     leave(control_.keys_empty[stage]);
-    if (is_last) {
-      leave(control_.query_empty[query_ring_.index]);
-      query_ring_.advance();
-    }
+    if (is_last) leave(control_.query_empty);
     key_ring_.advance();
   }
 
@@ -252,18 +222,18 @@ class Attendant {
     for (int i = 0; i < kKeys / 4; ++i) weights[i] = Math::pair(scores[2 * i], scores[2 * i + 1]);
   }
 
-  // Writes rows of given maxima, totals and values. Four lanes have a row; they exchange pieces, so that
-  // each writes 16 bytes at a time.
-  template <class MAXIMUM, class TOTAL, class ELEMENT>
+  // Four lanes have a row. They exchange pieces, so that each writes 16 bytes at a time.
   __device__ void write_rows(
-      const PrefillWork& work, const MAXIMUM& maximum, const TOTAL& total, const ELEMENT& element) {
+      const PrefillWork& work, const LaneTerms<IS_PLAIN>& rows, SoftmaxState& state,
+      const float (&acc)[kDim / 2]) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const float total = state.sum_up(half);
       const TileRow row(problem_, grid_, work, warp_ * 16 + g + 8 * half);
       const bool has_sink = problem_.sinks.data != nullptr;
       const float sink = has_sink && row.exists ? problem_.sinks.at(row.head, 0.0f) : 0.0f;
-      const RowEnd end(maximum(half), total(half), has_sink, sink, 1.0f);
+      const RowEnd end(rows.as_score(state.maximum[half]), total, has_sink, sink, 1.0f);
       const float factor = end.value(1.0f);
       if (t == 0 && row.exists) {
         problem_.lse[static_cast<int64_t>(row.head) * problem_.num_tokens + row.token] = end.lse;
@@ -275,8 +245,8 @@ class Attendant {
         uint32_t pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int first = 4 * (tile + i) + 2 * half;
-          pairs[i] = Math::pair(element(first) * factor, element(first + 1) * factor);
+          const float* const two = acc + 4 * (tile + i) + 2 * half;
+          pairs[i] = Math::pair(two[0] * factor, two[1] * factor);
         }
         transpose_of_four(pairs);
         const int column = (tile + t) * 8;
@@ -295,8 +265,7 @@ class Attendant {
   uint32_t key_stages_, value_stages_, query_;
   Ring<SHAPE::kKeyStages> key_ring_;
   Ring<SHAPE::kValueStages> value_ring_;
-  Ring<SHAPE::kQueryStages> query_ring_;
-  Ring<kWorkSlots> slot_;
+  Ring<1> query_ring_;
 };
 
 // On other GPUs than Hopper's this is empty, which PrefillVariant::is_there tells by its shared memory.
@@ -320,10 +289,8 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) prefill_attention(
       control.values_empty[stage].init(kAttending);
       control.values_raw[stage].init(1);
     }
-    for (int stage = 0; stage < SHAPE::kQueryStages; ++stage) {
-      control.query_full[stage].init(1);
-      control.query_empty[stage].init(kAttending);
-    }
+    control.query_full.init(1);
+    control.query_empty.init(kAttending);
     for (int slot = 0; slot < kWorkSlots; ++slot) {
       control.work_full[slot].init(1);
       control.work_empty[slot].init(kAttending + 4);

@@ -101,26 +101,25 @@ bool map_groups(CUtensorMap& map, const Tensor& cache, int granule, int groups, 
       {kPanelElements, 8, dim / kPanelElements, 1, granule / 8});
 }
 
-// How the pools are copied: by the copy engine if it takes both.
-void plan_copies(
-    PrefillGrid& grid, PrefillMaps& maps, const Tensor& key_cache, const Tensor& value_cache,
-    const PrefillVariant& variant) {
-  const int block_size = static_cast<int>(key_cache.size(1));
-  grid.granule = std::min(block_size & -block_size, variant.keys);
-  const int of_keys = groups_of_block(key_cache), of_values = groups_of_block(value_cache);
-  if (of_keys > 0 && of_values > 0 &&
-      map_groups(maps.keys, key_cache, grid.granule, of_keys, variant.dim) &&
-      map_groups(maps.values, value_cache, grid.granule, of_values, variant.dim)) {
-    grid.groups_of_keys = of_keys, grid.groups_of_values = of_values;
-  } else {
-    grid.granule = 1;
-  }
+// A pool as (element, offset, head, block), copied `granule` positions and 64 elements at a time.
+bool map_pool(CUtensorMap& map, const Tensor& cache, int granule) {
+  const int64_t element = static_cast<int64_t>(cache.element_size());
+  return encode<4>(
+      map, cache.data_ptr(), {cache.size(3), cache.size(1), cache.size(2), cache.size(0)},
+      {cache.stride(1) * element, cache.stride(2) * element, cache.stride(0) * element},
+      {64, granule, 1, 1});
 }
 
 }  // namespace
 
+// The one place that says which long sequences these kernels take, of a call that decode attention takes:
+// what others lost to Triton's is left to that. It depends on nothing that differs between the batches of a
+// model, nor on strides or addresses.
 bool takes_prefill(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache) {
   if (query.scalar_type() != key_cache.scalar_type()) return false;
+  const int64_t dim = key_cache.size(3);
+  if ((dim != 64 && dim != 128 && dim != 256) || value_cache.size(3) != dim) return false;
+  if (key_cache.size(1) % 16 != 0) return false;
   const int32_t device = key_cache.get_device_index();
   const OnDevice on_device(device);
   return device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) == 9 &&
@@ -139,6 +138,7 @@ Tensor attend_prefill(
   const int64_t most_long = std::min<int64_t>(problem.num_sequences, problem.num_tokens / least_tokens);
   const int64_t most_items = (problem.num_tokens / grid.tokens_of_tile + most_long) *
                              problem.items_of_sequence();
+  grid.granule = std::min(problem.block_size & -problem.block_size, variant.keys);
   const int64_t multiprocessors = device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
   const int ctas = static_cast<int>(std::max<int64_t>(1, std::min(most_items, multiprocessors)));
   const cudaStream_t stream = current_stream(device);
@@ -147,7 +147,17 @@ Tensor attend_prefill(
   check_cuda(kOp, cudaMemsetAsync(grid.taken, 0, sizeof *grid.taken, stream));
   PrefillMaps maps{};
   grid.query_is_aligned = map_query(maps.query, problem, grid);
-  plan_copies(grid, maps, key_cache, value_cache, variant);
+  const int of_keys = groups_of_block(key_cache), of_values = groups_of_block(value_cache);
+  if (of_keys > 0 && of_values > 0 &&
+      map_groups(maps.keys, key_cache, grid.granule, of_keys, variant.dim) &&
+      map_groups(maps.values, value_cache, grid.granule, of_values, variant.dim)) {
+    grid.groups_of_keys = of_keys, grid.groups_of_values = of_values;
+    grid.pools_are_aligned = true;
+  } else {
+    grid.granule = std::min(grid.granule, 8);
+    grid.pools_are_aligned = map_pool(maps.keys, key_cache, grid.granule) &&
+                             map_pool(maps.values, value_cache, grid.granule);
+  }
   check_cuda(kOp, variant.attend(problem, grid, maps, ctas, stream));
   return counter;
 }

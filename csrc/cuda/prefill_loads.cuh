@@ -9,18 +9,12 @@
 
 namespace torch_pagedkv {
 
-// Where the copy engine puts 8 elements of a row.
+// Puts 8 elements of a row where the copy engine would have put them.
 template <int GROUP_BYTES, int PANEL_BYTES>
-__device__ inline char* piece_of(char* target, int row, int piece) {
-  return target + row / 8 * GROUP_BYTES + piece / 8 * PANEL_BYTES +
-         swizzled<kPanelRowBytes>(row % 8, piece % 8 * 16);
-}
-
-// Copies 8 elements from any address, or zeros.
-__device__ inline void store_eight(char* place, const char* source, bool reads) {
-  uint32_t pairs[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) pairs[i] = reads ? load_pair(source + i * 4, false) : 0;
+__device__ inline void store_piece(
+    char* target, int row, int piece, const uint32_t (&pairs)[4]) {
+  char* const place = target + row / 8 * GROUP_BYTES + piece / 8 * PANEL_BYTES +
+                      swizzled<kPanelRowBytes>(row % 8, piece % 8 * 16);
   *reinterpret_cast<uint4*>(place) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
@@ -38,6 +32,7 @@ class TileCopier {
         stages_(stages) {}
 
   __device__ void copy_all(const PrefillWork& work) {
+    const int kv_head = uniform(work.kv_head);
     look_up(work, work.first_tile);
     for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
       const int stage = ring_.index;
@@ -48,12 +43,12 @@ class TileCopier {
       is_empty.wait(ring_.parity ^ 1);
       if (IS_KEYS) mark_missing(stage);
       char* const target = stages_ + stage * SHAPE::kStageBytes;
-      if (grid_.groups_of_keys > 0) {
+      if (grid_.pools_are_aligned) {
         if (threadIdx.x % 32 == 0) is_full.arrive_and_expect(SHAPE::kStageBytes);
         __syncwarp();
-        copy_by_engine(shared_address(target), is_full, work.kv_head);
+        issue(shared_address(target), is_full, kv_head);
       } else {
-        copy_by_lanes(target, work.kv_head);
+        copy_pieces(work, tile, kv_head, target);
         if (threadIdx.x % 32 == 0) is_full.arrive();
       }
       look_up(work, tile + 1);
@@ -64,10 +59,32 @@ class TileCopier {
  private:
   static constexpr int kOfLane = SHAPE::kKeys / 32;  // granules, at most
 
-  // Finds the blocks of a tile's granules. Entries of positions that no row sees are not read, and
-  // what is not to be loaded gets a block that is not in the pool.
-  __device__ void look_up(const PrefillWork& work, int tile) {
+  // Where a position of a sequence lies.
+  struct Place {
+    int64_t block;
+    int offset;
+  };
+
+  __device__ Place find(const PrefillWork& work, int position) const {
     const char* const table = problem_.table + work.sequence * problem_.table_stride;
+    const int column =
+        problem_.block_shift >= 0
+            ? position >> problem_.block_shift
+            : static_cast<uint32_t>(position) / static_cast<uint32_t>(problem_.block_size);
+    const int64_t block = problem_.table_is_wide ? reinterpret_cast<const int64_t*>(table)[column]
+                                                 : reinterpret_cast<const int32_t*>(table)[column];
+    return {block, position - column * problem_.block_size};
+  }
+
+  __device__ int groups_of_block() const {
+    return IS_KEYS ? grid_.groups_of_keys : grid_.groups_of_values;
+  }
+
+  __device__ bool is_in_pool(int64_t block) const { return block >= 0 && block < problem_.num_blocks; }
+
+  // Finds the blocks of a tile's granules. Entries of positions that no row sees are not read, and
+  // what is not to be loaded gets a block that the copy engine makes zeros of.
+  __device__ void look_up(const PrefillWork& work, int tile) {
     missing_ = 0;
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
@@ -78,16 +95,10 @@ class TileCopier {
           position >= work.highest) {
         continue;
       }
-      const int column = problem_.block_shift >= 0
-                             ? position >> problem_.block_shift
-                             : static_cast<uint32_t>(position) /
-                                   static_cast<uint32_t>(problem_.block_size);
-      const int64_t block = problem_.table_is_wide
-                                ? reinterpret_cast<const int64_t*>(table)[column]
-                                : reinterpret_cast<const int32_t*>(table)[column];
-      offsets_[i] = position - column * problem_.block_size;
-      if (block >= 0 && block < problem_.num_blocks) {
-        blocks_[i] = static_cast<int>(block);
+      const Place place = find(work, position);
+      offsets_[i] = place.offset;
+      if (is_in_pool(place.block)) {
+        blocks_[i] = static_cast<int>(place.block);
       } else {
         missing_ |= 1u << i;
       }
@@ -112,47 +123,69 @@ class TileCopier {
     __syncwarp();
   }
 
-  // A granule has 8 positions at least: no lane has more than one.
-  __device__ void copy_by_engine(uint32_t target, Barrier& is_full, int kv_head) const {
-    const int groups_of_block = IS_KEYS ? grid_.groups_of_keys : grid_.groups_of_values;
-    const int group = blocks_[0] * groups_of_block + offsets_[0] / 8;
-#pragma unroll 4
-    for (int lane = 0; lane < SHAPE::kKeys / grid_.granule; ++lane) {
-      const int own = __shfl_sync(0xFFFFFFFF, group, lane);
-      if (elect_one()) copy_groups(target, map_, is_full, kv_head, own);
-      target += grid_.granule / 8 * SHAPE::kGroupBytes;
+  // The copy engine's work by a warp, for pools whose rows do not all start at multiples of 16 bytes.
+  // Positions that no row sees become zeros.
+  __device__ void copy_pieces(const PrefillWork& work, int tile, int kv_head, char* target) const {
+    const PoolRows& pool = IS_KEYS ? problem_.keys : problem_.values;
+    constexpr int kPieces = SHAPE::kDim / 8;
+#pragma unroll 2
+    for (int index = threadIdx.x % 32; index < SHAPE::kKeys * kPieces; index += 32) {
+      const int row = index / kPieces, piece = index % kPieces;
+      const int position = tile * SHAPE::kKeys + row;
+      uint32_t pairs[4] = {0, 0, 0, 0};
+      if (position >= work.lowest && position < work.highest && piece * 16 < pool.row_bytes) {
+        const Place place = find(work, position);
+        if (is_in_pool(place.block)) {
+          const char* const source = pool.data + place.block * pool.block_stride +
+                                     place.offset * pool.offset_stride +
+                                     kv_head * pool.head_stride + piece * 16;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) pairs[i] = load_pair(source + i * 4, false);
+        }
+      }
+      store_piece<SHAPE::kGroupBytes, kPieceBytes>(target, row, piece, pairs);
     }
+    publish_to_products();
     __syncwarp();
   }
 
-  // The same where the copy engine cannot, which leaves the same in shared memory. A granule is one
-  // position.
-  __device__ void copy_by_lanes(char* target, int kv_head) const {
-    const PoolRows& pool = IS_KEYS ? problem_.keys : problem_.values;
-    const char* const head = pool.data + kv_head * pool.head_stride;
-    constexpr int kPieces = SHAPE::kDim / 8, kRowsAtOnce = 32 / kPieces;
-    const int lane = threadIdx.x % 32, piece = lane % kPieces;
+  // The largest of a warp's numbers, in a register that the copy engine can take.
+  __device__ static int uniform(int number) { return __reduce_max_sync(0xFFFFFFFF, number); }
+
+  __device__ void issue(uint32_t target, Barrier& barrier, int kv_head) {
+    const int granules = SHAPE::kKeys / grid_.granule;
+    if (groups_of_block() > 0) {  // of 8 positions: one lane has one granule at most
+      const int group = blocks_[0] * groups_of_block() + offsets_[0] / 8;
+#pragma unroll 2
+      for (int lane = 0; lane < granules; ++lane) {
+        const bool is_here = static_cast<int>(threadIdx.x) % 32 == lane;
+        const int own = uniform(is_here ? group : 0);
+        if (elect_one()) copy_groups(target, map_, barrier, kv_head, own);
+        target += grid_.granule / 8 * SHAPE::kGroupBytes;
+      }
+      __syncwarp();
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
-#pragma unroll 4
-      for (int first = 0; first < 32; first += kRowsAtOnce) {
-        const int row = first + lane / kPieces;
-        const int64_t block = __shfl_sync(0xFFFFFFFF, blocks_[i], row);
-        const int64_t offset = __shfl_sync(0xFFFFFFFF, offsets_[i], row);
-        const bool reads = block < problem_.num_blocks && piece * 16 < pool.row_bytes;
-        const char* const source =
-            reads ? head + block * pool.block_stride + offset * pool.offset_stride + piece * 16 : head;
-        char* const place = piece_of<SHAPE::kGroupBytes, kPieceBytes>(target, 32 * i + row, piece);
-        if (problem_.rows_are_aligned) {
-          copy_async(shared_address(place), source, reads);
-        } else {
-          store_eight(place, source, reads);
+      const int count = min(32, granules - 32 * i);
+#pragma unroll 1
+      for (int lane = 0; lane < count; ++lane) {
+        const bool is_here = static_cast<int>(threadIdx.x) % 32 == lane;
+        const int block = uniform(is_here ? blocks_[i] : 0);
+        const int offset = uniform(is_here ? offsets_[i] : 0);
+        const int row = (32 * i + lane) * grid_.granule;
+        const uint32_t place = target + row / 8 * SHAPE::kGroupBytes + row % 8 * kPanelRowBytes;
+        if (elect_one()) {
+#pragma unroll
+          for (int panel = 0; panel < SHAPE::kPanels; ++panel) {
+            copy_rows(
+                place + panel * kPieceBytes, map_, barrier, panel * kPanelElements, offset, kv_head,
+                block);
+          }
         }
       }
     }
-    commit_copies();
-    wait_copies<0>();
-    publish_to_products();
     __syncwarp();
   }
 
@@ -171,16 +204,16 @@ class TileCopier {
 template <class SHAPE>
 __device__ inline void copy_query(
     const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
-    const PrefillWork& work, Barrier& is_full, char* target) {
+    const PrefillWork& work, PrefillControl<SHAPE>& control, char* target) {
   const int lane = threadIdx.x % 32, heads = problem.heads_of_tile;
   if (grid.query_is_aligned) {
     if (lane == 0) {
       const int bytes = grid.tokens_of_tile * heads * kPanelRowBytes;
-      is_full.arrive_and_expect(SHAPE::kPanels * bytes);
+      control.query_full.arrive_and_expect(SHAPE::kPanels * bytes);
 #pragma unroll
       for (int panel = 0; panel < SHAPE::kPanels; ++panel) {
         copy_query_rows(
-            shared_address(target) + panel * SHAPE::kQueryPanelBytes, map, is_full,
+            shared_address(target) + panel * SHAPE::kQueryPanelBytes, map, control.query_full,
             panel * kPanelElements, work.first_head, work.start + work.first);
       }
     }
@@ -191,17 +224,20 @@ __device__ inline void copy_query(
   for (int index = lane; index < grid.tokens_of_tile * heads * kPieces; index += 32) {
     const int row = index / kPieces, piece = index % kPieces;
     const int token = row / heads, head = row % heads;
+    uint32_t pairs[4] = {0, 0, 0, 0};
     const bool exists = work.first + token < work.query_length && head < work.heads;
-    const int64_t of_call = work.start + work.first + token;
-    const char* const source = problem.query + of_call * problem.query_token_stride +
-                               (work.first_head + head) * problem.query_head_stride + piece * 16;
-    store_eight(
-        piece_of<kPieceBytes, SHAPE::kQueryPanelBytes>(target, row, piece), source,
-        exists && piece * 8 < problem.key_dim);
+    if (exists && piece * 8 < problem.key_dim) {
+      const int64_t of_call = work.start + work.first + token;
+      const char* const source = problem.query + of_call * problem.query_token_stride +
+                                 (work.first_head + head) * problem.query_head_stride;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pairs[i] = load_pair(source + piece * 16 + i * 4, false);
+    }
+    store_piece<kPieceBytes, SHAPE::kQueryPanelBytes>(target, row, piece, pairs);
   }
   publish_to_products();
   __syncwarp();
-  if (lane == 0) is_full.arrive();
+  if (lane == 0) control.query_full.arrive();
 }
 
 // Puts zeros in place of values that are not finite, which a weight of 0 would not hide, in rows
@@ -285,15 +321,12 @@ __device__ inline void bring_queries(
     const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
     PrefillControl<SHAPE>& control, char* target) {
   WorkPublisher<SHAPE> publisher(problem, grid, control);
-  Ring<SHAPE::kQueryStages> stage;
+  Ring<1> of_query;
   publisher.publish_next();
   take_work(control, [&](const PrefillWork& work) {
-    if (work.tiles > 0) {
-      control.query_empty[stage.index].wait(stage.parity ^ 1);
-      char* const place = target + stage.index * SHAPE::kQueryBytes;
-      copy_query<SHAPE>(problem, grid, map, work, control.query_full[stage.index], place);
-      stage.advance();
-    }
+    control.query_empty.wait(of_query.parity ^ 1);
+    of_query.advance();
+    copy_query<SHAPE>(problem, grid, map, work, control, target);
     publisher.publish_next();
   });
 }

@@ -12,10 +12,11 @@ namespace torch_pagedkv {
 struct PrefillGrid {
   int tokens_of_tile;  // query tokens that a CTA takes at once, with all heads of a tile
   unsigned long long* taken;  // items that CTAs took after their first one, 0 at the start
-  int granule;            // positions that are adjacent in memory wherever a tile of keys lies
-  bool query_is_aligned;  // so that the copy engine can copy it
-  // Groups of 8 positions from a block to the next, where the copy engine can copy both pools, a group at
-  // least at a time. 0: it cannot, and lanes copy what they can.
+  int granule;         // positions that are adjacent in memory wherever a tile of keys lies
+  // What the copy engine can copy; the rest warps copy themselves.
+  bool query_is_aligned, pools_are_aligned;
+  // Groups of 8 positions from a block to the next, where all groups lie equally far apart in both pools,
+  // so that a copy takes whole groups; otherwise 0.
   int groups_of_keys, groups_of_values;
 };
 

@@ -11,11 +11,10 @@
 namespace torch_pagedkv {
 
 // How a CTA is cut: GROUPS warpgroups of 64 query rows each, and one that brings them what they need.
-template <class MATH, int DIM, int KEYS, int GROUPS, int QUERY_STAGES, int KEY_STAGES, int VALUE_STAGES>
+template <class MATH, int DIM, int KEYS, int GROUPS, int KEY_STAGES, int VALUE_STAGES>
 struct PrefillShape {
   using Math = MATH;
   static constexpr int kDim = DIM, kKeys = KEYS, kGroups = GROUPS;
-  static constexpr int kQueryStages = QUERY_STAGES;
   static constexpr int kKeyStages = KEY_STAGES, kValueStages = VALUE_STAGES;
   static constexpr int kRows = 64 * GROUPS;
   static constexpr int kThreads = 128 * (GROUPS + 1);
@@ -25,8 +24,7 @@ struct PrefillShape {
   static constexpr int kStageBytes = KEYS / 8 * kGroupBytes;
   static constexpr int kQueryPanelBytes = kRows * kPanelRowBytes;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
-  static constexpr int kSharedBytes =
-      (KEY_STAGES + VALUE_STAGES) * kStageBytes + QUERY_STAGES * kQueryBytes + 1024;
+  static constexpr int kSharedBytes = (KEY_STAGES + VALUE_STAGES) * kStageBytes + kQueryBytes + 1024;
   static_assert(kSharedBytes <= 226 * 1024);
   // A multiprocessor's 64 Ki registers, in the numbers that can be asked for.
   static constexpr int kAttendRegisters = GROUPS == 2 ? 232 : 160;
@@ -135,7 +133,7 @@ struct PrefillControl {
   Barrier keys_full[SHAPE::kKeyStages], keys_empty[SHAPE::kKeyStages];
   Barrier values_full[SHAPE::kValueStages], values_empty[SHAPE::kValueStages];
   Barrier values_raw[SHAPE::kValueStages];  // values of an edge, before they were cleaned
-  Barrier query_full[SHAPE::kQueryStages], query_empty[SHAPE::kQueryStages];
+  Barrier query_full, query_empty;
   Barrier work_full[kWorkSlots], work_empty[kWorkSlots];
   PrefillWork work[kWorkSlots];
   uint32_t missing[SHAPE::kKeyStages][SHAPE::kKeys / 32];  // keys whose block is not in the pool

@@ -36,27 +36,29 @@ __device__ inline void drop_infinities(float (&scores)[COUNT]) {
 template <bool IS_PLAIN>
 struct LaneTerms {
   static constexpr bool kIsPlain = IS_PLAIN;
+  KeyRange seen[2];
   float exponent_scale;
 
   __device__ LaneTerms(
       const DecodeProblem& problem, const PrefillGrid& grid, const PrefillWork& work, int warp)
-      : exponent_scale(IS_PLAIN ? problem.softmax_scale * kLog2E : kLog2E),
-        problem_(problem),
-        grid_(grid),
-        work_(work),
-        warp_(warp) {
-    if constexpr (!IS_PLAIN) {
+      : exponent_scale(IS_PLAIN ? problem.softmax_scale * kLog2E : kLog2E), problem_(problem) {
+    const int offset = work.length - work.query_length;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const TileRow row = row_of(half);
+    for (int half = 0; half < 2; ++half) {
+      const int of_warp = static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half;
+      const TileRow row(problem, grid, work, warp * 16 + of_warp);
+      const int position = row.of_sequence + offset;
+      seen[half] = row.exists ? keys_seen(problem, position, work.length) : KeyRange{0, 0};
+      if constexpr (!IS_PLAIN) {
         slopes_[half] = row.exists ? problem.slopes.at(row.head, 0.0f) : 0.0f;
-        positions_[half] = position_of(row);
+        positions_[half] = position;
       }
     }
   }
 
+  // A product that overflowed is the largest score, whatever the scale.
   __device__ float as_score(float maximum) const {
-    return IS_PLAIN ? maximum * problem_.softmax_scale : maximum;
+    return IS_PLAIN && fabsf(maximum) < FLT_MAX ? maximum * problem_.softmax_scale : maximum;
   }
 
   // What the softmax compares, of all elements, whether seen or not. Plain scores are left as they
@@ -81,7 +83,6 @@ struct LaneTerms {
       score(scores, start);
     }
     const int first = start + 2 * (threadIdx.x % 4);
-    const KeyRange seen[2] = {keys_of(0), keys_of(1)};
     const int lower[2] = {seen[0].lower - first, seen[1].lower - first};
     const int upper[2] = {seen[0].upper - first, seen[1].upper - first};
 #pragma unroll
@@ -103,10 +104,9 @@ struct LaneTerms {
   // Adds the NaN and infinite values of a tile to the rows that see them, from the pool itself. Any
   // weight leaves an infinity what it is, so it needs none.
   template <class SHAPE>
-  __device__ void add_nonfinite(float (&acc)[SHAPE::kDim / 2], int start) const {
+  __device__ void add_nonfinite(
+      const PrefillWork& work, float (&acc)[SHAPE::kDim / 2], int start) const {
     const DecodeProblem& problem = problem_;
-    const PrefillWork& work = work_;
-    const KeyRange seen[2] = {keys_of(0), keys_of(1)};
     const char* const table = problem.table + work.sequence * problem.table_stride;
     const int lower = max(start, work.lowest), upper = min(start + SHAPE::kKeys, work.highest);
     for (int position = lower; position < upper; ++position) {
@@ -131,21 +131,6 @@ struct LaneTerms {
   }
 
  private:
-  __device__ TileRow row_of(int half) const {
-    const int of_warp = static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half;
-    return TileRow(problem_, grid_, work_, warp_ * 16 + of_warp);
-  }
-
-  __device__ int position_of(const TileRow& row) const {
-    return row.of_sequence + work_.length - work_.query_length;
-  }
-
-  // Few tiles ask for it, so it is not kept in registers.
-  __device__ KeyRange keys_of(int half) const {
-    const TileRow row = row_of(half);
-    return row.exists ? keys_seen(problem_, position_of(row), work_.length) : KeyRange{0, 0};
-  }
-
   __device__ float score_of(float product, int half, int position_of_key) const {
     float score = without_infinity(product * problem_.softmax_scale);
     if (problem_.softcap > 0.0f) score = problem_.softcap * safe_tanh(score * problem_.inverse_softcap);
@@ -155,9 +140,6 @@ struct LaneTerms {
   }
 
   const DecodeProblem& problem_;
-  const PrefillGrid& grid_;
-  const PrefillWork& work_;
-  int warp_;
   float slopes_[IS_PLAIN ? 1 : 2];
   int positions_[IS_PLAIN ? 1 : 2];
 };

@@ -52,9 +52,9 @@ inline constexpr PrefillVariant kPrefillVariant{
 
 template <class MATH>
 const PrefillVariant& prefill_variant_of(int dim) {
-  if (dim <= 64) return kPrefillVariant<PrefillShape<MATH, 64, 128, 3, 2, 5, 5>>;
-  if (dim <= 128) return kPrefillVariant<PrefillShape<MATH, 128, 128, 2, 2, 2, 3>>;
-  return kPrefillVariant<PrefillShape<MATH, 256, 64, 2, 1, 2, 3>>;
+  if (dim <= 64) return kPrefillVariant<PrefillShape<MATH, 64, 128, 3, 5, 5>>;
+  if (dim <= 128) return kPrefillVariant<PrefillShape<MATH, 128, 128, 2, 3, 3>>;
+  return kPrefillVariant<PrefillShape<MATH, 256, 64, 2, 2, 3>>;
 }
 
 }  // namespace torch_pagedkv
