@@ -2,7 +2,7 @@
 
     python benchmarks/bench_paged_attention.py --threads 2 1
     python benchmarks/bench_paged_attention.py --plot docs/decode_on_cpu.png
-    python benchmarks/bench_paged_attention.py --device cuda
+    python benchmarks/bench_paged_attention.py --device cuda --rows rows.json
 
 Decode is compared with a sum over memory, prefill with a matrix product, both in the same rounds. "gather"
 is indexing by the block table and scaled_dot_product_attention; "dense" is scaled_dot_product_attention on
@@ -201,11 +201,12 @@ def main() -> None:
         device={"default": "cpu", "choices": ["cpu", "cuda"]},
         only={"default": "decode,prefill"},
         plot={"help": "draw the decode steps into this file instead"},
+        rows={"help": "on a GPU: write the rows into this file too, for draw_roofline.py"},
     )
     if arguments.device == "cuda":
         import cuda_attention
 
-        return cuda_attention.run(arguments.only)
+        return cuda_attention.run(arguments.only, arguments.rows)
     torch.manual_seed(0)
     for threads in arguments.threads:
         torch.set_num_threads(threads)
