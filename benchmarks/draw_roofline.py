@@ -19,33 +19,41 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-OURS, PEER = {"color": "C0", "marker": "o"}, {"marker": "x", "alpha": 0.7}
+
+def limit_of(point: dict, limits: dict) -> float:
+    return min(point["operations_per_byte"] * limits["tb_per_s"], limits["tflops"])
 
 
 def draw(measured: dict, path: str) -> None:
     limits, points = measured["limits"], measured["points"]
-    figure, axes = pyplot.subplots(figsize=(9, 5.5))
+    cases = list(dict.fromkeys(point["case"] for point in points))
+    names = sorted({point["who"] for point in points}, key=lambda name: (name == "ours", name))
+    figure, (roof, parts) = pyplot.subplots(1, 2, figsize=(13, 0.22 * len(cases) + 2))
     intensities = [point["operations_per_byte"] for point in points]
     ends = [min(intensities) / 2, limits["tflops"] / limits["tb_per_s"], max(intensities) * 2]
-    axes.loglog(ends, [min(end * limits["tb_per_s"], limits["tflops"]) for end in ends], "k--", label="limits")
-    names = sorted({point["who"] for point in points}, key=lambda name: (name != "ours", name))
-    for name in names:
+    heights = [min(end * limits["tb_per_s"], limits["tflops"]) for end in ends]
+    roof.loglog(ends, heights, "k--", label="limits")
+    for number, name in enumerate(names):
         own = [point for point in points if point["who"] == name]
-        style = OURS if name == "ours" else PEER
+        style = {"color": "C0", "marker": "o"} if name == "ours" else {"color": f"C{number + 1}", "marker": "x"}
         x, y = [p["operations_per_byte"] for p in own], [p["tflops"] for p in own]
-        axes.plot(x, y, linestyle="", label=name, **style)
-    axes.set(xlabel="operations for each byte that has to be moved", ylabel="TFLOP/s")
-    axes.set_title(
+        roof.plot(x, y, linestyle="", label=name, **style)
+        x, y = [p["tflops"] / limit_of(p, limits) for p in own], [cases.index(p["case"]) for p in own]
+        parts.plot(x, y, linestyle="", **style)
+    roof.set(xlabel="operations for each byte that has to be moved", ylabel="TFLOP/s")
+    roof.legend(loc="lower right")
+    parts.set(xlim=(0, 1.05), xlabel="part of the limit")
+    parts.set_yticks(range(len(cases)), cases, fontsize=8)
+    parts.invert_yaxis()
+    for axes in (roof, parts):
+        axes.grid(which="both", alpha=0.2)
+    figure.suptitle(
         f"paged_attention on {limits['device']}: reading {limits['tb_per_s']:.2f} TB/s, "
         f"bfloat16 products {limits['tflops']:.0f} TFLOP/s",
         fontsize=10,
     )
-    for kind, at in (("decode", 0.02), ("prefill", 0.72)):
-        axes.text(at, 0.95, kind, transform=axes.transAxes, fontsize=10, style="italic", va="top")
-    axes.grid(which="both", alpha=0.2)
-    axes.legend(loc="lower right")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
 
 
 if __name__ == "__main__":
