@@ -2,8 +2,6 @@
 
 #include "prefill_launch.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 
 #include "hopper_products.cuh"
@@ -126,9 +124,8 @@ bool takes_prefill(const Tensor& query, const Tensor& key_cache, const Tensor& v
          variant_of(key_cache, value_cache).is_there(device) && encode_tiled() != nullptr;
 }
 
-Tensor attend_prefill(
-    const DecodeProblem& problem, const Tensor& lse, const Tensor& key_cache,
-    const Tensor& value_cache) {
+torch::stable::Tensor attend_prefill(
+    const DecodeProblem& problem, const Tensor& key_cache, const Tensor& value_cache) {
   const PrefillVariant& variant = variant_of(key_cache, value_cache);
   const int32_t device = key_cache.get_device_index();
   PrefillGrid grid{};
@@ -142,7 +139,7 @@ Tensor attend_prefill(
   const int64_t multiprocessors = device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
   const int ctas = static_cast<int>(std::max<int64_t>(1, std::min(most_items, multiprocessors)));
   const cudaStream_t stream = current_stream(device);
-  Tensor counter = torch::stable::new_empty(lse, {2});
+  torch::stable::Tensor counter = new_tensor(aoti_torch_dtype_int64(), device, {1});
   grid.taken = static_cast<unsigned long long*>(counter.data_ptr());
   check_cuda(kOp, cudaMemsetAsync(grid.taken, 0, sizeof *grid.taken, stream));
   PrefillMaps maps{};

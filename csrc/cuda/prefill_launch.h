@@ -10,10 +10,9 @@ namespace torch_pagedkv {
 // Whether the rows of long sequences are written here, of a call that decode attention takes.
 bool takes_prefill(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache);
 
-// `lse` is the call's. Returns memory that the kernel uses, which must not be used for other things
+// Returns memory that the kernel uses, which must not be used for other things
 // before the kernels of the call that may run beside it are launched.
-Tensor attend_prefill(
-    const DecodeProblem& problem, const Tensor& lse, const Tensor& key_cache,
-    const Tensor& value_cache);
+torch::stable::Tensor attend_prefill(
+    const DecodeProblem& problem, const Tensor& key_cache, const Tensor& value_cache);
 
 }  // namespace torch_pagedkv
