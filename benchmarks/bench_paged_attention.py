@@ -2,7 +2,7 @@
 
     python benchmarks/bench_paged_attention.py --threads 2 1
     python benchmarks/bench_paged_attention.py --plot docs/decode_on_cpu.png
-    python benchmarks/bench_paged_attention.py --device cuda
+    python benchmarks/bench_paged_attention.py --device cuda --rows rows.json
 
 Decode is compared with a sum over memory, prefill with a matrix product, both in the same rounds. "gather"
 is indexing by the block table and scaled_dot_product_attention; "dense" is scaled_dot_product_attention on
@@ -32,7 +32,6 @@ from machine import (
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BLOCK_SIZE = 16
 Timer = Callable[[dict[str, Callable[[], object]]], dict[str, float]]
 
 
@@ -45,11 +44,13 @@ class Shape:
     num_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
+    block_size: int = 16
 
 
 DECODE = [
     Shape("1 x 4k", 1, 4096),
     Shape("8 x 2k", 8, 2048),
+    Shape("8 x 2k, blocks of 64", 8, 2048, block_size=64),
     Shape("32 x 512", 32, 512),
     Shape("8 x 2k, 32 KV heads", 8, 2048, num_kv_heads=32),
     Shape("8 x 2k, 9 on 3 heads of 64", 8, 2048, num_heads=9, num_kv_heads=3, head_dim=64),
@@ -66,11 +67,11 @@ class Case:
 
     def __init__(self, shape: Shape, dtype: torch.dtype, pool: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
-        blocks = -(-shape.length // BLOCK_SIZE)
+        blocks = -(-shape.length // shape.block_size)
         num_blocks = shape.sequences * blocks + 8
         order = torch.randperm(num_blocks)[: shape.sequences * blocks]
         self.block_table = order.view(shape.sequences, blocks).int()
-        size = (num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+        size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self.key_cache, self.value_cache = (torch.randn(size).to(dtype).to(pool) for _ in range(2))
         self.seqused_k = torch.full((shape.sequences,), shape.length, dtype=torch.int32)
         sums = torch.arange(shape.sequences + 1, dtype=torch.int32) * shape.query_length
@@ -200,11 +201,12 @@ def main() -> None:
         device={"default": "cpu", "choices": ["cpu", "cuda"]},
         only={"default": "decode,prefill"},
         plot={"help": "draw the decode steps into this file instead"},
+        rows={"help": "on a GPU: write the rows into this file too, for draw_roofline.py"},
     )
     if arguments.device == "cuda":
         import cuda_attention
 
-        return cuda_attention.run(arguments.only)
+        return cuda_attention.run(arguments.only, arguments.rows)
     torch.manual_seed(0)
     for threads in arguments.threads:
         torch.set_num_threads(threads)

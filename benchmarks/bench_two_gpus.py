@@ -1,6 +1,7 @@
 """Decode on two GPUs of one host beside one of them: tensor parallelism at batch 32, context parallelism at 256k.
 
     python benchmarks/bench_two_gpus.py
+    python benchmarks/bench_two_gpus.py --symmetric-memory
     python benchmarks/bench_two_gpus.py --device cpu    # tries the program: two processes, a small model
 
 The model is that of bench_decoder.py. Each of its layers is compiled (one graph serves them all), and the
@@ -30,6 +31,8 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch._inductor import config as inductor
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -204,6 +207,13 @@ def context_parallel(mesh, config: Config, length: int) -> None:
     report(f"context parallel attention, {config.layers} layers, 1 x {length}", one, two, error)
 
 
+def use_symmetric_memory(mesh) -> None:
+    """Let Inductor sum what is short by reading the other rank's memory, in place of a call of NCCL."""
+    enable_symm_mem_for_group(mesh.get_group().group_name)
+    inductor._collective.auto_select = True
+    inductor._collective.one_shot_all_reduce_threshold_bytes = 2**20
+
+
 def work(rank: int, folder: str, args: argparse.Namespace) -> None:
     """Run on a rank what is asked for; each case's failure is its own."""
     if args.device == "cuda":
@@ -219,6 +229,8 @@ def work(rank: int, folder: str, args: argparse.Namespace) -> None:
         device_id=torch.device("cuda", rank) if args.device == "cuda" else None,
     )
     mesh = dist.init_device_mesh(args.device, (NUM_RANKS,), mesh_dim_names=("ranks",))
+    if args.symmetric_memory:
+        use_symmetric_memory(mesh)
     is_small = args.device == "cpu"
     config = Config(**SMALL) if is_small else Config(**LLAMA_3_8B, layers=args.layers)
     cases = {
@@ -241,6 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--symmetric-memory", action="store_true", help="sum by Inductor's one-shot kernels, not NCCL")
     parser.add_argument("--only", nargs="+", default=["context", "tensor"], choices=("tensor", "context"))
     args = parser.parse_args()
     if args.device == "cuda":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -159,12 +161,14 @@ def _calls_of(case: Case, readers: dict) -> dict:
     return calls
 
 
-def run(only: str) -> None:
+def run(only: str, rows: str | None = None) -> None:
+    """Print the table; with ``rows`` also write what draw_roofline.py draws into that file."""
     torch.manual_seed(0)
     print(f"\n{on_cuda.describe()}\n")
     readers = peers_on_cuda.load(peers_on_cuda.READERS)
     read_limit, copy_limit = on_cuda.bytes_per_microsecond()
     print(f"a plain read moves {read_limit / 1e6:.2f} TB/s, a copy {copy_limit / 1e6:.2f} TB/s\n")
+    points = []
     print_header("case", "who", "us", "GB/s", "of the read limit", "TFLOP/s", "host, us", "error")
     for kind, shapes in (("decode", DECODE), ("prefill", PREFILL)):
         for shape in shapes if kind in only else []:
@@ -182,5 +186,11 @@ def run(only: str) -> None:
                     continue
                 rate, speed = case.bytes / on_device, case.operations / on_device / 1e6
                 print_row(shape.name, name, on_device, rate / 1e3, rate / read_limit, speed, host, error)
+                points.append({"kind": kind, "case": shape.name, "who": name, "tflops": speed})
+                points[-1]["operations_per_byte"] = case.operations / case.bytes
             del case
             torch.cuda.empty_cache()
+    if rows:
+        limits = {"device": torch.cuda.get_device_name(), "tb_per_s": read_limit / 1e6}
+        limits["tflops"] = on_cuda.operations_per_microsecond() / 1e6
+        Path(rows).write_text(json.dumps({"limits": limits, "points": points}, indent=1))

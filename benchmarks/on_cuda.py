@@ -81,3 +81,10 @@ def bytes_per_microsecond() -> tuple[float, float]:
     read, _ = microseconds(lambda: torch.sum(source))
     copied, _ = microseconds(lambda: torch.mul(source, 1.0, out=target))
     return size / read, 2 * size / copied
+
+
+def operations_per_microsecond() -> float:
+    """Return what a matrix product of two bfloat16 matrices of 8192 x 8192 computes."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    taken, _ = microseconds(lambda: a @ b)
+    return 2 * 8192**3 / taken

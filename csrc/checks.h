@@ -61,6 +61,18 @@ inline constexpr const char* kServedDevice = "cpu";
 inline bool is_served(const Tensor& tensor) { return tensor.is_cpu(); }
 #endif
 
+[[noreturn, gnu::cold, gnu::noinline]] inline void refuse_shape(
+    const char* op,
+    const char* argument,
+    const Tensor& tensor,
+    std::initializer_list<int64_t> shape) {
+  std::string expected;
+  for (const int64_t size : shape) {
+    expected += (expected.empty() ? "" : ", ") + (size == kAnySize ? "any" : std::to_string(size));
+  }
+  refuse(op, argument, shape_text(tensor), "have shape [", expected, "]");
+}
+
 inline void check_shape(
     const char* op,
     const char* argument,
@@ -68,15 +80,13 @@ inline void check_shape(
     std::initializer_list<int64_t> shape) {
   if (!tensor.defined()) refuse(op, argument, "None", "be a tensor");
   if (!is_served(tensor)) refuse(op, argument, "another device", "be on ", kServedDevice);
-  bool matches = tensor.dim() == static_cast<int64_t>(shape.size());
-  std::string expected;
-  int64_t dim = 0;
-  for (const int64_t size : shape) {
-    matches = matches && (size == kAnySize || tensor.size(dim) == size);
-    expected += (dim ? ", " : "") + (size == kAnySize ? "any" : std::to_string(size));
-    ++dim;
+  const auto sizes = tensor.sizes();
+  bool matches = sizes.size() == shape.size();
+  for (size_t dim = 0; matches && dim < sizes.size(); ++dim) {
+    const int64_t size = shape.begin()[dim];
+    matches = size == kAnySize || sizes[dim] == size;
   }
-  if (!matches) refuse(op, argument, shape_text(tensor), "have shape [", expected, "]");
+  if (!matches) refuse_shape(op, argument, tensor, shape);
 }
 
 // Shape, and adjacent elements in the last dimension.

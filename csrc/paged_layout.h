@@ -14,10 +14,18 @@
 #include <cstring>
 #include <optional>
 
+#ifdef __CUDACC__
+#include "cuda/tensor_view.h"
+#endif
+
 namespace torch_pagedkv {
 
 using torch::headeronly::ScalarType;
+#ifdef __CUDACC__
+using Tensor = TensorView;  // converted from torch's where an op is called
+#else
 using torch::stable::Tensor;
+#endif
 
 // Rows of tokens [tokens, heads, dim], elements of a head adjacent.
 struct TokenRows {

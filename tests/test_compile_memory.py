@@ -141,11 +141,12 @@ VIEWS_GIVEN = pytest.mark.xfail(
 LAYER_POOLS = {
     "two_tensors": lambda device: [[pool.clone() for pool in new_cache(1, device, NUM_BLOCKS)[0]] for _ in range(3)],
     "own_cache": lambda device: [new_cache(1, device, NUM_BLOCKS) for _ in range(3)],
-    "views_of_one": lambda device: list(new_cache(3, device, NUM_BLOCKS)),
+    "layers_of_a_cache": lambda device: list(new_cache(3, device, NUM_BLOCKS)),
+    "views_of_one": lambda device: [new_cache(3, device, NUM_BLOCKS)._views(i) for i in range(3)],
 }
 
 
-@pytest.mark.parametrize("form", ["two_tensors", "own_cache", pytest.param("views_of_one", marks=VIEWS_GIVEN)])
+@pytest.mark.parametrize("form", [*list(LAYER_POOLS)[:3], pytest.param("views_of_one", marks=VIEWS_GIVEN)])
 @torch.no_grad()
 def test_no_copy_where_a_layer_is_given_its_pools(form, device):
     """One compiled layer, called with the pools of one layer after the other."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
+import torch_pagedkv
 from cases import BF16, E4M3, E5M2, FP16, PagedCase
 from pools import assert_same_bits
 from test_paged_attention import attend, expect, largest_value, refilled, slots_of
 from tolerances import assert_close, assert_close_lse
+from torch_pagedkv.ops import cuda_attention as at_once
+from torch_pagedkv.ops.kernel_choice import cuda_attention, cuda_attention_takes
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
 
 # Calls that CUDA C++ takes or leaves, at the edges of both.
 EDGES = [
@@ -81,3 +88,42 @@ def test_queries_of_any_size_meet_fp8_keys(magnitude, device):
     expected_out, expected_lse = expect(batch)
     assert_close_lse(lse, expected_lse)
     assert_close(out, expected_out, largest=largest_value(batch))
+
+
+@needs_cuda
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_one_call_of_cpp_is_enough(case, monkeypatch):
+    """What CUDA C++ takes whole never comes to the steps in Python, whose bits are the same, with LSE and without."""
+    if cuda_attention(0) is None:
+        pytest.skip("CUDA C++: the library was not built (make cuda)")
+    module = sys.modules["torch_pagedkv.ops.paged_attention"]
+    batch = case.build("cuda")
+    with monkeypatch.context() as without:
+        without.setattr(at_once, "cuda_attention", lambda device: None)
+        expected = attend(batch)
+    steps = []
+    check_window = module.check_window
+    monkeypatch.setattr(module, "check_window", lambda *arguments: steps.append(check_window(*arguments)))
+    args, options = batch.attention
+    for actual, wanted in zip(
+        (*attend(batch), torch_pagedkv.paged_attention(*args, **options)), (*expected, expected[0])
+    ):
+        assert_same_bits(actual, wanted)
+    # Of what it takes, others may serve rows that one sequence could have too many of.
+    taken = int(cuda_attention_takes()(*args[:4]))
+    may_be_long = batch.cu_seqlens_q is not None and batch.query.shape[0] * case.num_heads > 16 * case.num_kv_heads
+    assert len(steps) == (0 if taken == 2 or (taken == 1 and not may_be_long) else 2)
+
+
+@needs_cuda
+def test_cpp_leaves_calls_without_doing_anything():
+    case = PagedCase(name="left", kv_lens=[300, 9], query_lens=[40, 1], dtype=BF16, pool_dtype=E4M3, head_dim=128)
+    batch = case.build("cuda")
+    kernels = cuda_attention(0)
+    if kernels is None:
+        pytest.skip("CUDA C++: the library was not built (make cuda)")
+    (query, *others, cu_seqlens_q), _ = batch.attention
+    before = torch.cuda.memory_allocated()
+    options = (None, True, -1, -1, 0.0, None, None, None, None, 0)
+    assert kernels[1](query, *others, cu_seqlens_q, *options) == (None, None)
+    assert torch.cuda.memory_allocated() == before

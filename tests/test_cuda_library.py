@@ -15,6 +15,7 @@ import torch
 from cases import PagedCase
 from torch_pagedkv import native
 from torch_pagedkv.ops import kernel_choice
+from torch_pagedkv.ops.kernel_choice import TAKES_ALL, TAKES_NOTHING, TAKES_SHORT
 
 ROOT = Path(__file__).resolve().parents[1]
 ON_HOST = Path(__file__).parent / "cuda_on_host"
@@ -115,7 +116,7 @@ def test_the_library_is_not_used_on_a_gpu_that_it_has_no_code_for(monkeypatch):
     assert kernel_choice.cuda_kernel.__wrapped__("gather_kv", 1) is None
 
 
-@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize("takes", [TAKES_NOTHING, TAKES_SHORT, TAKES_ALL])
 @pytest.mark.parametrize(
     "query_lens, launched",
     [
@@ -127,12 +128,12 @@ def test_the_library_is_not_used_on_a_gpu_that_it_has_no_code_for(monkeypatch):
     ids=str,
 )
 def test_which_kernels_read(query_lens, launched, takes, monkeypatch):
-    """Where rows of one sequence may be too many for CUDA C++, Triton takes such sequences, and before it."""
+    """Where CUDA C++ leaves the rows of long sequences, Triton takes such sequences, and before it."""
     module, launches = sys.modules["torch_pagedkv.ops.paged_attention"], []
 
     def kernel(*arguments):
         launches.extend(["CUDA C++"] if takes else [])
-        return takes
+        return takes != TAKES_NOTHING
 
     def launch(*arguments, long_only, looks):
         launches.append("Triton, long" if long_only else "Triton")
@@ -143,4 +144,5 @@ def test_which_kernels_read(query_lens, launched, takes, monkeypatch):
     batch = PagedCase(name="choice", kv_lens=[40, 30], query_lens=query_lens, dtype=torch.bfloat16).build("cpu")
     args, options = batch.attention
     module._checked(module._cuda, refuses=True)(*args, **options)
-    assert launches == (launched if takes else ["Triton"])
+    expected = {TAKES_NOTHING: ["Triton"], TAKES_SHORT: launched, TAKES_ALL: ["CUDA C++"]}
+    assert launches == expected[takes]

@@ -49,7 +49,8 @@ def test_attention_allocates_its_scratch_and_no_more(query_lens, num_splits):
         tokens, heads, dim = batch.query.shape
         scratch[length] = bytes_beyond(partial(attend, batch))
         splits = num_splits or 128
-        limit = 0 if splits == 1 else splits * tokens * heads * (dim + 2) * 4 + 512
+        # A counter for prefill on Hopper takes the smallest piece of memory that torch gives out.
+        limit = (0 if splits == 1 else splits * tokens * heads * (dim + 2) * 4) + 512
         assert scratch[length] <= limit
 
 

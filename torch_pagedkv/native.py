@@ -31,6 +31,7 @@ STEMS = (
 )
 CUDA_LIBRARY_NAME = "_cuda.abi3.so"
 CUDA_STEMS = ("reshape_and_cache", "paged_attention")
+_CUDA_OPS = (*CUDA_STEMS, "paged_attention_plain", "paged_attention_new", "paged_attention_takes")
 
 
 def library_path(name: str = LIBRARY_NAME) -> Path | None:
@@ -63,7 +64,7 @@ def why_cuda_missing() -> str | None:
     """Load CUDA's library if that was not tried yet; return why it cannot be used, or None."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is not a CUDA build"
-    return _load("cuda", "the CUDA C++ kernels", CUDA_LIBRARY_NAME, "torch_pagedkv_cuda", CUDA_STEMS)
+    return _load("cuda", "the CUDA C++ kernels", CUDA_LIBRARY_NAME, "torch_pagedkv_cuda", _CUDA_OPS)
 
 
 def _load(device: str, kernels: str, name: str, namespace: str, stems: tuple[str, ...]) -> str | None:

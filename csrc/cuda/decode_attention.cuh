@@ -306,6 +306,8 @@ __global__ void __launch_bounds__(TILE::kThreads, TILE::kCtas)
     }
   }
   write_padding(problem);
+  // What comes after this launch also comes after prefill attention, if that was launched before it.
+  await_dependency();
 }
 
 }  // namespace torch_pagedkv

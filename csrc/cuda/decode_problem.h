@@ -125,7 +125,7 @@ struct DecodeVariant {
   int cta_bytes;     // of shared memory besides
   cudaError_t (*request_memory)(int32_t device, int warps);  // before the first launch on it
   cudaError_t (*attend)(
-      const DecodeProblem& problem, int64_t ctas, int warps, cudaStream_t stream);
+      const DecodeProblem& problem, int64_t ctas, int warps, bool overlaps, cudaStream_t stream);
   cudaError_t (*merge)(
       const DecodeProblem& problem, int64_t items, bool overlaps, cudaStream_t stream);
 };

@@ -8,9 +8,8 @@
 namespace torch_pagedkv {
 
 // Two adjacent 16-bit elements, whatever their address is a multiple of.
-template <bool IS_ALIGNED>
-__device__ inline uint32_t load_pair(const char* source) {
-  if constexpr (IS_ALIGNED) return *reinterpret_cast<const uint32_t*>(source);
+__device__ inline uint32_t load_pair(const char* source, bool is_aligned) {
+  if (is_aligned) return *reinterpret_cast<const uint32_t*>(source);
   const uint16_t* const elements = reinterpret_cast<const uint16_t*>(source);
   return elements[0] | static_cast<uint32_t>(elements[1]) << 16;
 }
@@ -57,7 +56,7 @@ struct WarpQuery {
       for (int half = 0; half < 2; ++half) {
         const int element = step * 16 + TILE::Pool::query_element(t, half);
         pairs[step][column][half] =
-            element < elements ? load_pair<IS_ALIGNED>(source + element * 2) : 0;
+            element < elements ? load_pair(source + element * 2, IS_ALIGNED) : 0;
       }
     }
   }

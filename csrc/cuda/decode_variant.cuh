@@ -11,10 +11,10 @@ namespace torch_pagedkv {
 
 template <class TILE>
 cudaError_t launch_attend(
-    const DecodeProblem& problem, int64_t ctas, int warps, cudaStream_t stream) {
-  decode_attention<TILE><<<static_cast<unsigned>(ctas), 32 * warps, warps * TILE::kWarpBytes, stream>>>(
-      problem);
-  return cudaGetLastError();
+    const DecodeProblem& problem, int64_t ctas, int warps, bool overlaps, cudaStream_t stream) {
+  return launch_dependent(
+      decode_attention<TILE>, dim3(static_cast<unsigned>(ctas)), 32 * warps, warps * TILE::kWarpBytes,
+      overlaps, stream, problem);
 }
 
 template <class TILE>
@@ -25,7 +25,7 @@ cudaError_t launch_merge(
       static_cast<unsigned>(items),
       static_cast<unsigned>((groups + kGroupsOfMerge - 1) / kGroupsOfMerge));
   return launch_dependent(
-      merge_parts<TILE::kKeys>, grid, kMergeThreads, overlaps, stream, problem);
+      merge_parts<TILE::kKeys>, grid, kMergeThreads, 0, overlaps, stream, problem);
 }
 
 // More shared memory than 48 KiB is granted on request, on each device.

@@ -23,14 +23,15 @@ __device__ inline void await_dependency() {
 // Launches a kernel that calls await_dependency. `overlaps` must be false on GPUs before Hopper.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_dependent(
-    void (*kernel)(Parameters...), dim3 grid, int threads, bool overlaps, cudaStream_t stream,
-    const Arguments&... arguments) {
+    void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, bool overlaps,
+    cudaStream_t stream, const Arguments&... arguments) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = overlaps ? 1 : 0;

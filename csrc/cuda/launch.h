@@ -6,6 +6,8 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -76,10 +78,36 @@ inline void check_cuda(const char* op, cudaError_t status) {
 
 inline void check_launch(const char* op) { check_cuda(op, cudaGetLastError()); }
 
+inline constexpr int32_t kRememberedDevices = 64;
+
+// Attributes stay as they are while a process lives: each is asked for once on each device.
 inline int device_attribute(const char* op, cudaDeviceAttr attribute, int32_t device) {
+  static std::atomic<int64_t> known[kRememberedDevices][cudaDevAttrMax];  // one more than it is; 0: not yet
+  const bool is_remembered = device >= 0 && device < kRememberedDevices && attribute < cudaDevAttrMax;
+  if (is_remembered) {
+    const int64_t value = known[device][attribute].load(std::memory_order_relaxed);
+    if (value != 0) return static_cast<int>(value - 1);
+  }
   int value = 0;
   check_cuda(op, cudaDeviceGetAttribute(&value, attribute, device));
+  if (is_remembered) known[device][attribute].store(int64_t{value} + 1, std::memory_order_relaxed);
   return value;
+}
+
+// New memory on a device, contiguous, with nothing in it; `dtype` is torch's number of it.
+inline torch::stable::Tensor new_tensor(
+    int32_t dtype, int32_t device, std::initializer_list<int64_t> sizes) {
+  int64_t strides[8];
+  int64_t stride = 1;
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    strides[dim] = stride;
+    stride *= std::max<int64_t>(sizes.begin()[dim], 1);
+  }
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.begin(), strides, dtype,
+      aoti_torch_device_type_cuda(), device, &made));
+  return torch::stable::Tensor(made);
 }
 
 }  // namespace torch_pagedkv

@@ -1,18 +1,23 @@
 // paged_attention: softmax(query . keys) . values, keys and values read through the block table.
 //
-// This file checks the arguments, says which calls these kernels take, and launches them. They serve
-// sequences with up to 16 query rows for each KV head (decode, speculation); rows of longer ones are
-// left as they are, for the kernel that the caller launches before this one.
+// This file checks the arguments, says which calls these kernels take, and launches them. Decode
+// attention serves sequences with up to 16 query rows for each KV head (decode, speculation), prefill
+// attention those with more, on Hopper. Where prefill attention does not take a call, rows of longer
+// sequences are left as they are, for the kernel that the caller launches before this one.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cfloat>
+#include <cmath>
+#include <tuple>
+#include <utility>
 
+#include "attention_checks.h"
 #include "checks.h"
 #include "decode_schedule.cuh"
 #include "launch.h"
+#include "prefill_launch.h"
 
 namespace torch_pagedkv {
 namespace {
@@ -82,7 +87,9 @@ bool takes(
          warps_on(device, variant_of(key_cache, value_cache, kRows)) > 0;
 }
 
-bool paged_attention_takes(
+// 0: the call is left to another kernel; 1: it is taken, without the rows of long sequences; 2: it is
+// taken.
+int64_t check_and_take(
     const Tensor& query,
     const Tensor& key_cache,
     const Tensor& value_cache,
@@ -90,7 +97,16 @@ bool paged_attention_takes(
   check_pools(kOp, key_cache, value_cache);
   check_rows(kOp, "query", query, {kAnySize, kAnySize, key_cache.size(3)});
   check_table(kOp, block_table, key_cache.size(1));
-  return takes(query, key_cache, value_cache, block_table);
+  if (!takes(query, key_cache, value_cache, block_table)) return 0;
+  return takes_prefill(query, key_cache, value_cache) ? 2 : 1;
+}
+
+int64_t paged_attention_takes(
+    const torch::stable::Tensor& query,
+    const torch::stable::Tensor& key_cache,
+    const torch::stable::Tensor& value_cache,
+    const torch::stable::Tensor& block_table) {
+  return check_and_take(query, key_cache, value_cache, block_table);
 }
 
 PoolRows pool_rows(const Tensor& cache) {
@@ -142,8 +158,10 @@ int joining_groups(const DecodeProblem& problem, int64_t items, int64_t num_spli
   return groups;
 }
 
-void launch(DecodeProblem problem, const DecodeVariant& variant, const Tensor& lse, int64_t num_splits) {
-  const int32_t device = lse.get_device_index();
+// `overlaps`: with the launch before, whose rows are others.
+void launch(
+    DecodeProblem problem, const DecodeVariant& variant, int32_t device, int64_t num_splits,
+    bool overlaps) {
   const int64_t items = static_cast<int64_t>(problem.num_sequences) * problem.items_of_sequence();
   problem.tiles_have_one_block = problem.block_size % variant.tile == 0;
   problem.least_tiles = std::max(1, kLeastPositionsOfPart / variant.tile);
@@ -166,74 +184,48 @@ void launch(DecodeProblem problem, const DecodeVariant& variant, const Tensor& l
     const std::string actual = std::to_string(num_splits);
     refuse(kOp, "num_splits", actual, "give less than 2**31 parts of all sequences and heads");
   }
-  std::optional<Tensor> scratch;
-  if (problem.partial_rows > 0) {
-    const bool is_summed_once = num_splits == 0 && problem.num_sequences > kMostSummedByAll;
+  std::optional<torch::stable::Tensor> scratch;
+  const bool is_cut = problem.partial_rows > 0;
+  if (is_cut || problem.lse == nullptr) {
+    const bool is_summed_once =
+        is_cut && num_splits == 0 && problem.num_sequences > kMostSummedByAll;
     const int64_t counts = is_summed_once ? 2 * (problem.num_sequences + int64_t{1}) : 0;
     const int64_t size = problem.partial_rows * (problem.value_dim + 2);
-    scratch.emplace(torch::stable::new_empty(lse, {counts + size}));
+    // The kernels write an LSE in any case; one that nobody asked for goes here.
+    const int64_t lses = problem.lse ? 0 : static_cast<int64_t>(problem.num_tokens) * problem.num_heads;
+    scratch.emplace(new_tensor(aoti_torch_dtype_float32(), device, {counts + size + lses}));
     float* const memory = static_cast<float*>(scratch->data_ptr());
     if (counts > 0) problem.tiles_before = reinterpret_cast<int64_t*>(memory + size);
+    if (lses > 0) problem.lse = memory + size + counts;
     problem.partials = memory;
     problem.joining_groups = joining_groups(problem, items, num_splits);
   }
   const cudaStream_t stream = current_stream(device);
   check_cuda(kOp, variant.request_memory(device, warps_of_cta));
-  check_cuda(kOp, variant.attend(problem, ctas, warps_of_cta, stream));
+  check_cuda(kOp, variant.attend(problem, ctas, warps_of_cta, overlaps, stream));
   if (problem.partial_rows == 0 || items == 0) return;
-  const bool overlaps = device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 9;
-  check_cuda(kOp, variant.merge(problem, items, overlaps, stream));
+  const bool can_overlap = device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 9;
+  check_cuda(kOp, variant.merge(problem, items, can_overlap, stream));
 }
 
-void check_all(
-    const Tensor& out,
-    const Tensor& lse,
-    const Tensor& query,
-    const Tensor& key_cache,
-    const Tensor& value_cache,
-    const Tensor& block_table,
-    const Tensor& seqused_k,
-    const std::optional<Tensor>& cu_seqlens_q,
-    const std::optional<Tensor>& k_scale,
-    const std::optional<Tensor>& v_scale) {
-  check_pools(kOp, key_cache, value_cache);
-  check_rows(kOp, "query", query, {kAnySize, kAnySize, key_cache.size(3)});
-  check_query_dtype(kOp, "query", query);
-  const int64_t tokens = query.size(0), heads = query.size(1), num_kv_heads = key_cache.size(2);
-  if (heads % num_kv_heads != 0 || heads == 0) {
-    const std::string actual = shape_text(query);
-    refuse(kOp, "query", actual, "have a multiple of num_kv_heads = ", num_kv_heads, " heads");
+// The memory of a call's results: given, or made once it is known that the call is taken.
+struct Outputs {
+  std::optional<torch::stable::Tensor> out, lse;
+  bool wants_lse = true;  // else nobody reads it, and it lies in the scratch
+
+  void make(const Tensor& query, const Tensor& value_cache) {
+    const int32_t device = query.get_device_index();
+    const int64_t tokens = query.size(0), heads = query.size(1);
+    const int32_t dtype = query.scalar_type() == ScalarType::Half ? aoti_torch_dtype_float16()
+                                                                  : aoti_torch_dtype_bfloat16();
+    out.emplace(new_tensor(dtype, device, {tokens, heads, value_cache.size(3)}));
+    if (wants_lse) lse.emplace(new_tensor(aoti_torch_dtype_float32(), device, {heads, tokens}));
   }
-  if (!is_fp8(key_cache.scalar_type())) {
-    check_dtype(kOp, "query", query, key_cache.scalar_type());
-    check_no_scale(kOp, "k_scale", k_scale);
-    check_no_scale(kOp, "v_scale", v_scale);
-  }
-  check_table(kOp, block_table, key_cache.size(1));
-  const int64_t num_sequences = block_table.size(0);
-  check_index(kOp, "seqused_k", seqused_k, {num_sequences});
-  if (cu_seqlens_q) {
-    check_index(kOp, "cu_seqlens_q", *cu_seqlens_q, {num_sequences + 1});
-  } else if (tokens != num_sequences) {
-    const std::string actual = shape_text(query);
-    refuse(
-        kOp,
-        "query",
-        actual,
-        "have one token for each of the ",
-        num_sequences,
-        " sequences without cu_seqlens_q");
-  }
-  check_contiguous(kOp, "out", out, {tokens, heads, value_cache.size(3)});
-  check_dtype(kOp, "out", out, query.scalar_type());
-  check_contiguous(kOp, "lse", lse, {heads, tokens});
-  check_dtype(kOp, "lse", lse, ScalarType::Float);
-}
+};
 
 // Returns false where the call is left to another kernel; nothing is done then.
-bool paged_attention(
-    const Tensor& out,
-    const Tensor& lse,
+bool attend(
+    Outputs& outputs,
     const Tensor& query,
     const Tensor& key_cache,
     const Tensor& value_cache,
@@ -250,9 +242,10 @@ bool paged_attention(
     const std::optional<Tensor>& k_scale,
     const std::optional<Tensor>& v_scale,
     int64_t num_splits) {
-  check_all(
-      out, lse, query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, k_scale,
-      v_scale);
+  check_inputs(
+      kOp, query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, k_scale, v_scale);
+  const bool are_given = outputs.out.has_value();
+  if (are_given) check_outputs(kOp, *outputs.out, *outputs.lse, query, value_cache);
   const int64_t tokens = query.size(0), heads = query.size(1), num_kv_heads = key_cache.size(2);
   const HeadValues slopes(kOp, "alibi_slopes", alibi_slopes, heads, 0.0f);
   const HeadValues sink_values(kOp, "sinks", sinks, heads, 0.0f);
@@ -262,9 +255,7 @@ bool paged_attention(
   check_one_device(
       kOp,
       device,
-      {{"out", out},
-       {"lse", lse},
-       {"query", query},
+      {{"query", query},
        {"value_cache", value_cache},
        {"block_table", block_table},
        {"seqused_k", seqused_k},
@@ -274,11 +265,18 @@ bool paged_attention(
        {"k_scale", k_scale},
        {"v_scale", v_scale}});
   if (!takes(query, key_cache, value_cache, block_table)) return false;
+  const bool may_be_long = cu_seqlens_q && tokens * heads > kRows * num_kv_heads;
+  const bool has_prefill = may_be_long && takes_prefill(query, key_cache, value_cache);
+  if (!are_given) {
+    // Here nobody else serves rows of sequences that may be too long.
+    if (may_be_long && !has_prefill) return false;
+    outputs.make(query, value_cache);
+  }
   if (tokens == 0) return true;
 
   DecodeProblem problem{};
-  problem.out = static_cast<char*>(out.data_ptr());
-  problem.lse = static_cast<float*>(lse.data_ptr());
+  problem.out = static_cast<char*>(outputs.out->data_ptr());
+  problem.lse = outputs.lse ? static_cast<float*>(outputs.lse->data_ptr()) : nullptr;
   const TokenRows rows(query);
   problem.query = rows.data;
   problem.query_token_stride = rows.token_stride;
@@ -324,8 +322,114 @@ bool paged_attention(
       static_cast<int>(std::min<int64_t>(kRows, problem.heads_of_tile * most_tokens));
 
   const OnDevice on_device(device);
-  launch(problem, variant_of(key_cache, value_cache, problem.rows_of_slot), lse, num_splits);
+  // Alive until all is launched: what runs side by side must not share memory.
+  std::optional<torch::stable::Tensor> of_prefill;
+  if (has_prefill) of_prefill.emplace(attend_prefill(problem, key_cache, value_cache));
+  launch(
+      problem, variant_of(key_cache, value_cache, problem.rows_of_slot), device, num_splits,
+      has_prefill);
   return true;
+}
+
+bool paged_attention(
+    const torch::stable::Tensor& out,
+    const torch::stable::Tensor& lse,
+    const torch::stable::Tensor& query,
+    const torch::stable::Tensor& key_cache,
+    const torch::stable::Tensor& value_cache,
+    const torch::stable::Tensor& block_table,
+    const torch::stable::Tensor& seqused_k,
+    const std::optional<torch::stable::Tensor>& cu_seqlens_q,
+    double softmax_scale,
+    bool causal,
+    int64_t window_left,
+    int64_t window_right,
+    double softcap,
+    const std::optional<torch::stable::Tensor>& alibi_slopes,
+    const std::optional<torch::stable::Tensor>& sinks,
+    const std::optional<torch::stable::Tensor>& k_scale,
+    const std::optional<torch::stable::Tensor>& v_scale,
+    int64_t num_splits) {
+  Outputs outputs{out, lse};
+  return attend(
+      outputs, query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, softmax_scale,
+      causal, window_left, window_right, softcap, alibi_slopes, sinks, k_scale, v_scale,
+      num_splits);
+}
+
+// Checks and outputs too, for callers who did nothing before. Returns false where the call is left to
+// another kernel; nothing is done then.
+bool attend_anew(
+    Outputs& outputs,
+    const Tensor& query,
+    const Tensor& key_cache,
+    const Tensor& value_cache,
+    const Tensor& block_table,
+    const Tensor& seqused_k,
+    const std::optional<Tensor>& cu_seqlens_q,
+    std::optional<double> softmax_scale,
+    bool causal,
+    int64_t window_left,
+    int64_t window_right,
+    double softcap,
+    const std::optional<Tensor>& alibi_slopes,
+    const std::optional<Tensor>& sinks,
+    const std::optional<Tensor>& k_scale,
+    const std::optional<Tensor>& v_scale,
+    int64_t num_splits) {
+  check_rows(kOp, "query", query, {kAnySize, kAnySize, kAnySize});
+  const double head_dim = static_cast<double>(std::max<int64_t>(query.size(2), 1));
+  const double scale = softmax_scale ? *softmax_scale : std::pow(head_dim, -0.5);
+  check_options(
+      kOp, query, {scale, softcap, window_left, window_right, num_splits}, alibi_slopes, sinks);
+  return attend(
+      outputs, query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, scale, causal,
+      window_left, window_right, softcap, alibi_slopes, sinks, k_scale, v_scale, num_splits);
+}
+
+// Undefined tensors, which are None in Python, say that the call is left to others.
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> paged_attention_new(
+    const torch::stable::Tensor& query,
+    const torch::stable::Tensor& key_cache,
+    const torch::stable::Tensor& value_cache,
+    const torch::stable::Tensor& block_table,
+    const torch::stable::Tensor& seqused_k,
+    const std::optional<torch::stable::Tensor>& cu_seqlens_q,
+    std::optional<double> softmax_scale,
+    bool causal,
+    int64_t window_left,
+    int64_t window_right,
+    double softcap,
+    const std::optional<torch::stable::Tensor>& alibi_slopes,
+    const std::optional<torch::stable::Tensor>& sinks,
+    const std::optional<torch::stable::Tensor>& k_scale,
+    const std::optional<torch::stable::Tensor>& v_scale,
+    int64_t num_splits) {
+  Outputs outputs;
+  const bool is_done = attend_anew(
+      outputs, query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, softmax_scale,
+      causal, window_left, window_right, softcap, alibi_slopes, sinks, k_scale, v_scale,
+      num_splits);
+  if (!is_done) return {torch::stable::Tensor(), torch::stable::Tensor()};
+  return {std::move(*outputs.out), std::move(*outputs.lse)};
+}
+
+// The output alone, with the options that most calls have: to hand over each costs as much as a tensor.
+torch::stable::Tensor paged_attention_plain(
+    const torch::stable::Tensor& query,
+    const torch::stable::Tensor& key_cache,
+    const torch::stable::Tensor& value_cache,
+    const torch::stable::Tensor& block_table,
+    const torch::stable::Tensor& seqused_k,
+    double softmax_scale,
+    int64_t num_splits) {
+  Outputs outputs;
+  outputs.wants_lse = false;
+  const bool is_done = attend_anew(
+      outputs, query, key_cache, value_cache, block_table, seqused_k, std::nullopt, softmax_scale,
+      true, -1, -1, 0.0, std::nullopt, std::nullopt, std::nullopt, std::nullopt, num_splits);
+  if (!is_done) return torch::stable::Tensor();
+  return std::move(*outputs.out);
 }
 
 }  // namespace
@@ -339,11 +443,21 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_pagedkv_cuda, library) {
       "Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, int num_splits) "
       "-> bool");
   library.def(
+      "paged_attention_new(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
+      "Tensor seqused_k, Tensor? cu_seqlens_q, float? softmax_scale, bool causal, int window_left, "
+      "int window_right, float softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, "
+      "Tensor? v_scale, int num_splits) -> (Tensor, Tensor)");
+  library.def(
+      "paged_attention_plain(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
+      "Tensor seqused_k, float softmax_scale, int num_splits) -> Tensor");
+  library.def(
       "paged_attention_takes(Tensor query, Tensor key_cache, Tensor value_cache, "
-      "Tensor block_table) -> bool");
+      "Tensor block_table) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_pagedkv_cuda, CUDA, library) {
   library.impl("paged_attention", TORCH_BOX(&torch_pagedkv::paged_attention));
+  library.impl("paged_attention_new", TORCH_BOX(&torch_pagedkv::paged_attention_new));
+  library.impl("paged_attention_plain", TORCH_BOX(&torch_pagedkv::paged_attention_plain));
   library.impl("paged_attention_takes", TORCH_BOX(&torch_pagedkv::paged_attention_takes));
 }

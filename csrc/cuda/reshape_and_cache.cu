@@ -262,7 +262,7 @@ void check_source(
   check_query_dtype(kOp, argument, source);
 }
 
-void reshape_and_cache(
+void write(
     const Tensor& key,
     const Tensor& value,
     const Tensor& key_cache,
@@ -315,6 +315,17 @@ void reshape_and_cache(
     return call.quantise_from<Float8E4M3FN>();
   }
   return call.quantise_from<Float8E5M2>();
+}
+
+void reshape_and_cache(
+    const torch::stable::Tensor& key,
+    const torch::stable::Tensor& value,
+    const torch::stable::Tensor& key_cache,
+    const torch::stable::Tensor& value_cache,
+    const torch::stable::Tensor& slot_mapping,
+    const std::optional<torch::stable::Tensor>& k_scale,
+    const std::optional<torch::stable::Tensor>& v_scale) {
+  write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale);
 }
 
 }  // namespace

@@ -16,6 +16,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 POOL_DTYPES = FLOAT_DTYPES + FP8_DTYPES
+PER_HEAD_DTYPES = (*FLOAT_DTYPES, torch.float64)
 MAX_HEAD_DIM = 512
 INT64_MAX = 2**63 - 1
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -218,7 +219,7 @@ def check_per_head(op: str, name: str, tensor: torch.Tensor | None, query: torch
     """Check an optional tensor of one float for each query head."""
     if tensor is None:
         return
-    check_dtype(op, name, tensor, (*FLOAT_DTYPES, torch.float64))
+    check_dtype(op, name, tensor, PER_HEAD_DTYPES)
     check_rank(op, name, tensor, "[num_heads]")
     check_device(op, name, tensor, "query", query)
     check_size(op, name, tensor, 0, query.shape[1], "num_heads")

@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from torch_pagedkv.ops.argument_checks import FLOAT32_SMALLEST, check_finite, check_per_head
+from torch_pagedkv.ops.argument_checks import FLOAT32_SMALLEST, INT64_MAX, PER_HEAD_DTYPES, check_finite, check_per_head
+
+ALL_KEYS = (-1, -1)  # the window that has no limit
+_INTEGER = frozenset({int})
 
 
 def check_window(op: str, window_size: tuple[int, int]) -> None:
@@ -35,6 +38,29 @@ def check_options(op: str, softmax_scale: float | None, softcap: float, num_spli
         raise ValueError(f"{op}: num_splits must be >= 0 (0: the kernel chooses), got {num_splits}")
 
 
+def are_exact(softmax_scale: object, causal: object, window_size: object, softcap: object, num_splits: object) -> bool:
+    """Return whether the dispatcher would hand on the options just as they are."""
+    return (
+        (softmax_scale is None or type(softmax_scale) is float)
+        and type(causal) is bool
+        and type(window_size) is tuple
+        and type(softcap) is float
+        and _INTEGER.issuperset(map(type, (*window_size, num_splits)))
+        and 0 <= num_splits <= INT64_MAX
+    )
+
+
+def are_plain(causal: object, window_size: object, softcap: object, num_splits: object) -> bool:
+    """Return whether a call asks for nothing but splits, in just the types that the dispatcher would hand on."""
+    return (
+        causal is True
+        and (window_size is ALL_KEYS or (are_exact(None, causal, window_size, 0.0, 0) and window_size == ALL_KEYS))
+        and type(softcap) is float
+        and softcap == 0.0
+        and type(num_splits) is int
+    )
+
+
 class AttentionOptions(NamedTuple):
     """What follows the tensors of the batch, in the order in which kernels take it."""
 
@@ -59,3 +85,10 @@ class AttentionOptions(NamedTuple):
                 check_per_head(op, name, per_head, query)
                 options = options._replace(**{name: per_head.float().contiguous()})
         return options
+
+
+def to_float32(per_head: torch.Tensor | None) -> torch.Tensor | None:
+    """Return per_head as kernels read it; where its dtype is none that it may have, as it is."""
+    if per_head is None or per_head.dtype is torch.float32 or per_head.dtype not in PER_HEAD_DTYPES:
+        return per_head
+    return per_head.float()

@@ -26,10 +26,22 @@ from torch_pagedkv.ops.argument_checks import (
     check_tensors,
     differ,
 )
-from torch_pagedkv.ops.attention_options import AttentionOptions, check_options, check_window
+from torch_pagedkv.ops.attention_options import (
+    ALL_KEYS,
+    AttentionOptions,
+    are_exact,
+    are_plain,
+    check_options,
+    check_window,
+)
 from torch_pagedkv.ops.checked_once import checked_once
+from torch_pagedkv.ops.cuda_attention import attend_at_once, attend_plainly
+from torch_pagedkv.ops.direct_calls import may_skip_dispatcher
 from torch_pagedkv.ops.kernel_choice import (
     CUDA_ROWS,
+    TAKES_ALL,
+    TAKES_NOTHING,
+    TAKES_SHORT,
     cuda_attention_takes,
     cuda_kernel,
     native_kernel,
@@ -50,7 +62,7 @@ def paged_attention(
     *,
     softmax_scale: float | None = None,
     causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = ALL_KEYS,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -127,6 +139,20 @@ def paged_attention(
     Source: PagedAttention (Kwon et al. 2023) over FlashAttention's online softmax (Dao et al. 2022);
     split keys as in Flash-Decoding; sinks as in GPT-OSS.
     """
+    tensors = (query, key_cache, value_cache, block_table, seqused_k)
+    optional = (cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale)
+    has_none = cu_seqlens_q is alibi_slopes is sinks is k_scale is v_scale is None
+    if may_skip_dispatcher(tensors, () if has_none else optional):
+        out = None
+        if has_none and are_plain(causal, window_size, softcap, num_splits) and not return_lse:
+            out = attend_plainly(tensors, softmax_scale, num_splits)
+        if out is not None:
+            return out
+        kernel = _CUDA if query.is_cuda else _CPU if query.is_cpu else None
+        if kernel is not None and are_exact(softmax_scale, causal, window_size, softcap, num_splits):
+            options = (softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale, num_splits)
+            out, lse = kernel(*tensors, cu_seqlens_q, *options)
+            return (out, lse) if return_lse else out
     check_tensors(
         _NAME,
         query=query,
@@ -201,10 +227,16 @@ def _check_once(query, key_cache, value_cache, block_table, seqused_k, cu_seqlen
     _check(query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, AttentionOptions(*options))
 
 
-def _checked(run: Callable[..., tuple[torch.Tensor, torch.Tensor]], *, refuses: bool = False) -> Callable[..., Any]:
+def _checked(
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    *,
+    refuses: bool = False,
+    at_once: Callable[..., tuple[torch.Tensor, torch.Tensor] | None] = lambda *arguments: None,
+) -> Callable[..., Any]:
     """Put the schema's defaults and the checks before ``run(query, batch, options)``.
 
-    Where it ``refuses`` by itself what the checks refuse, they are only asked for the words.
+    Where it ``refuses`` by itself what the checks refuse, they are only asked for the words. ``at_once`` is
+    given the arguments first, as they are, and returns None where it does not take them.
     """
 
     def kernel(
@@ -214,7 +246,6 @@ def _checked(run: Callable[..., tuple[torch.Tensor, torch.Tensor]], *, refuses: 
         block_table,
         seqused_k,
         cu_seqlens_q=None,
-        *,
         softmax_scale=None,
         causal=True,
         window_size=(-1, -1),
@@ -225,13 +256,16 @@ def _checked(run: Callable[..., tuple[torch.Tensor, torch.Tensor]], *, refuses: 
         v_scale=None,
         num_splits=0,
     ):
+        batch = (key_cache, value_cache, block_table, seqused_k, cu_seqlens_q)
+        tensors = (alibi_slopes, sinks, k_scale, v_scale)
+        done = at_once(query, *batch, softmax_scale, causal, window_size, softcap, *tensors, num_splits)
+        if done is not None:
+            return done
         check_rank(_NAME, "query", query, "[num_tokens, num_heads, head_dim]")
         check_window(_NAME, window_size)
         left, right = window_size
         scale = max(query.shape[2], 1) ** -0.5 if softmax_scale is None else softmax_scale
-        tensors = (alibi_slopes, sinks, k_scale, v_scale)
         options = AttentionOptions(scale, causal, left, right, softcap, *tensors, num_splits)
-        batch = (key_cache, value_cache, block_table, seqused_k, cu_seqlens_q)
         if not refuses:
             _check(query, *batch, options)
             return run(query, batch, options)
@@ -272,28 +306,34 @@ def _cuda(query, batch, options):
         value_checking.check_batch(_NAME, *batch[2:], num_tokens=query.shape[0], **sizes)
     out, lse = _outputs(query, batch, options)
     kernel = cuda_kernel(_NAME, query.get_device())
-    takes_short = kernel is not None
-    if takes_short:
+    taken = TAKES_NOTHING
+    if kernel is not None:
         arguments = (out, lse, query, *batch, *options.for_kernel(_NAME, query))
         are_short = batch[4] is None or query.shape[0] * query.shape[1] <= CUDA_ROWS * batch[0].shape[2]
         if are_short and kernel(*arguments):
             return out, lse
-        takes_short = not are_short and cuda_attention_takes()(query, *batch[:3])
+        if not are_short:
+            taken = cuda_attention_takes()(query, *batch[:3])
+        if taken == TAKES_ALL and kernel(*arguments):
+            return out, lse
     looks = _check_once(query, *batch, *options)
     # Only the device knows lengths. Triton writes the rows of longer sequences, then CUDA C++ those of
     # the others; a sequence's own rows alone decide, so its bits do not depend on its batch.
-    triton_launcher(_NAME)(out, lse, query, *batch, *options, long_only=takes_short, looks=looks)
-    if takes_short:
+    long_only = taken == TAKES_SHORT
+    triton_launcher(_NAME)(out, lse, query, *batch, *options, long_only=long_only, looks=looks)
+    if taken == TAKES_SHORT:
         kernel(*arguments)
     return out, lse
 
 
+_CPU = _checked(_cpu, refuses=True)
+_CUDA = _checked(_cuda, refuses=True, at_once=attend_at_once)
 _OP = register_op(
     "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
     "Tensor seqused_k, Tensor? cu_seqlens_q=None, *, float? softmax_scale=None, bool causal=True, "
     "int[] window_size=[-1, -1], float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
     "Tensor? k_scale=None, Tensor? v_scale=None, int num_splits=0) -> (Tensor, Tensor)",
-    cpu=_checked(_cpu, refuses=True),
-    cuda=_checked(_cuda, refuses=True),
+    cpu=_CPU,
+    cuda=_CUDA,
     fake=_checked(_outputs),
 )

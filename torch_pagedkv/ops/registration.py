@@ -15,6 +15,8 @@ from torch.autograd import forward_ad
 LIBRARY = torch.library.Library("torch_pagedkv", "DEF")
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
+# What the public function calls; it counts no write to tensors of inference mode, which have no version.
+_increment_version = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
 _KERNELS_ONLY = torch._C._after_ADInplaceOrView_keyset
 
 
@@ -76,12 +78,16 @@ def _autograd_kernel(
             result = op.redispatch(keyset & _AFTER_AUTOGRAD, *args, **kwargs)
         else:
             result = backend(*args, **kwargs)
-        for position in mutates:
-            if not args[position].is_inference():  # inference tensors have no version
-                torch.autograd.graph.increment_version(args[position])
+        if mutates:
+            count_write(*[args[position] for position in mutates])
         return result
 
     return kernel
+
+
+def count_write(*tensors: torch.Tensor) -> None:
+    """Tell autograd that tensors were written."""
+    _increment_version(tensors)
 
 
 def _refuse_tangents(op: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> None:

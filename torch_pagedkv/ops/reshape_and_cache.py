@@ -21,8 +21,9 @@ from torch_pagedkv.ops.argument_checks import (
     fix_storage_offsets,
 )
 from torch_pagedkv.ops.checked_once import checked_once
+from torch_pagedkv.ops.direct_calls import may_skip_dispatcher
 from torch_pagedkv.ops.kernel_choice import cuda_kernel, native_kernel, triton_launcher
-from torch_pagedkv.ops.registration import register_op
+from torch_pagedkv.ops.registration import count_write, register_op
 
 _NAME = "reshape_and_cache"
 
@@ -85,6 +86,16 @@ def reshape_and_cache(
 
     Source: the op of this name in vLLM (``reshape_and_cache_flash``), whose slot convention this is.
     """
+    tensors = (key, value, key_cache, value_cache, slot_mapping)
+    if may_skip_dispatcher(tensors, () if k_scale is v_scale is None else (k_scale, v_scale)):
+        device = key_cache.get_device()
+        kernel = cuda_kernel(_NAME, device) if device >= 0 else native_kernel(_NAME)
+        if kernel is not None and not key_cache.requires_grad and not value_cache.requires_grad:
+            try:
+                kernel(*tensors, k_scale, v_scale)
+                return count_write(key_cache, value_cache)
+            except Exception:
+                pass  # nothing was written; the long way has the words for it
     check_tensors(
         _NAME,
         key=key,
@@ -121,7 +132,7 @@ def _check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale) -
 _check_once = checked_once(_check)
 
 
-def _cpu(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_scale=None) -> None:
+def _cpu(key, value, key_cache, value_cache, slot_mapping, k_scale=None, v_scale=None) -> None:
     arguments = (key, value, key_cache, value_cache, slot_mapping)
     kernel = native_kernel(_NAME)
     if kernel is None:
@@ -130,12 +141,12 @@ def _cpu(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_sc
     _run(kernel, arguments, k_scale, v_scale)
 
 
-def _cuda(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_scale=None) -> None:
+def _cuda(key, value, key_cache, value_cache, slot_mapping, k_scale=None, v_scale=None) -> None:
     arguments = (key, value, key_cache, value_cache, slot_mapping)
     kernel = None if slot_mapping is None else cuda_kernel(_NAME, slot_mapping.get_device())
-    looks = None
-    if kernel is None or value_checking.enabled:
-        looks = _check_once(*arguments, k_scale, v_scale)
+    if kernel is not None and not value_checking.enabled:
+        return _run(kernel, arguments, k_scale, v_scale)
+    looks = _check_once(*arguments, k_scale, v_scale)
     if value_checking.enabled:
         value_checking.check_write(_NAME, slot_mapping, key_cache)
     if kernel is None:
@@ -145,7 +156,8 @@ def _cuda(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_s
 
 def _run(kernel, arguments, k_scale, v_scale) -> None:
     """Call a C++ kernel, which refuses what _check refuses in a fraction of its time; _check has the words."""
-    if any(pool is None or pool.requires_grad for pool in arguments[2:4]):
+    _, _, key_cache, value_cache, _ = arguments
+    if key_cache is None or value_cache is None or key_cache.requires_grad or value_cache.requires_grad:
         _check(*arguments, k_scale, v_scale)  # what a kernel cannot see
     try:
         return kernel(*arguments, k_scale, v_scale)

@@ -1,0 +1,18 @@
+// Launches prefill attention, which writes the rows of sequences that decode attention leaves.
+
+#pragma once
+
+#include "decode_problem.h"
+#include "paged_layout.h"
+
+namespace torch_pagedkv {
+
+// Whether the rows of long sequences are written here, of a call that decode attention takes.
+bool takes_prefill(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache);
+
+// Returns memory that the kernel uses, which must not be used for other things
+// before the kernels of the call that may run beside it are launched.
+torch::stable::Tensor attend_prefill(
+    const DecodeProblem& problem, const Tensor& key_cache, const Tensor& value_cache);
+
+}  // namespace torch_pagedkv
