@@ -127,3 +127,17 @@ def test_cpp_leaves_calls_without_doing_anything():
     options = (None, True, -1, -1, 0.0, None, None, None, None, 0)
     assert kernels[1](query, *others, cu_seqlens_q, *options) == (None, None)
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_many_batch_mates_change_no_bit_of_a_sequence(num_splits, device):
+    """However many parts there are to join in a call, those of a sequence are joined in one order."""
+    if device == "cpu":
+        pytest.skip("CUDA C++ joins parts in a launch of its own")
+    case = PagedCase(name="mates", kv_lens=[900] * 300, dtype=BF16, head_dim=64, options={"num_splits": num_splits})
+    batch = case.build(device)
+    out, lse = attend(batch)
+    batch.query, batch.block_table, batch.seqused_k = batch.query[:1], batch.block_table[:1], batch.seqused_k[:1]
+    alone, lse_alone = attend(batch)
+    assert_same_bits(alone, out[:1])
+    assert_same_bits(lse_alone, lse[:, :1].contiguous())
