@@ -113,7 +113,9 @@ class Case:
 
     @property
     def operations(self) -> int:
-        pairs = sum(q * k - q * (q - 1) // 2 for q, k in zip(self.query_lengths, self.lengths, strict=True))
+        window = self.shape.window if self.shape.window > 0 else max(self.lengths)
+        rows = zip(self.query_lengths, self.lengths, strict=True)
+        pairs = sum(min(position + 1, window) for q, k in rows for position in range(k - q, k))
         return 4 * pairs * self.shape.num_heads * self.shape.head_dim
 
     def ours(self) -> torch.Tensor:

@@ -26,6 +26,9 @@ def limit_of(point: dict, limits: dict) -> float:
 
 def draw(measured: dict, path: str) -> None:
     limits, points = measured["limits"], measured["points"]
+    for point in points:
+        if point["kind"] == "prefill":
+            point["case"] = f"prefill {point['case']}"
     cases = list(dict.fromkeys(point["case"] for point in points))
     names = sorted({point["who"] for point in points}, key=lambda name: (name == "ours", name))
     figure, (roof, parts) = pyplot.subplots(1, 2, figsize=(13, 0.22 * len(cases) + 2))
