@@ -46,7 +46,7 @@ def test_writes_equal_eager(case, device):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("given", ["a cache", "a layer", "views"])
+@pytest.mark.parametrize("given", ["a cache", "unaliased", "views"])
 def test_order_of_writes_and_reads(given, device, request):
     """write, read, write, read in one graph: each read sees just the writes before it."""
     if given == "views" and TorchVersion(torch.__version__) < "2.12":
@@ -71,7 +71,7 @@ def test_order_of_writes_and_reads(given, device, request):
     results = []
     for function in (steps, torch.compile(steps, fullgraph=True)):
         cache = new_cache(1, device)
-        pools = cache if given == "a cache" else cache[0] if given == "a layer" else cache._views(0)
+        pools = cache if given == "a cache" else cache.unaliased()[0] if given == "unaliased" else cache[0]
         with fresh_cache():  # its key does not know which inputs share memory: no form may meet another's code
             outputs = function(query, keys, pools, batches)
         results.append([*outputs, cache.storage])

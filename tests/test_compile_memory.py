@@ -141,8 +141,8 @@ VIEWS_GIVEN = pytest.mark.xfail(
 LAYER_POOLS = {
     "two_tensors": lambda device: [[pool.clone() for pool in new_cache(1, device, NUM_BLOCKS)[0]] for _ in range(3)],
     "own_cache": lambda device: [new_cache(1, device, NUM_BLOCKS) for _ in range(3)],
-    "layers_of_a_cache": lambda device: list(new_cache(3, device, NUM_BLOCKS)),
-    "views_of_one": lambda device: [new_cache(3, device, NUM_BLOCKS)._views(i) for i in range(3)],
+    "unaliased": lambda device: new_cache(3, device, NUM_BLOCKS).unaliased(),
+    "views_of_one": lambda device: list(new_cache(3, device, NUM_BLOCKS)),
 }
 
 

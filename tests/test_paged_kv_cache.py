@@ -33,6 +33,7 @@ def test_pools_tile_one_allocation(layout, value_head_dim, device):
         assert pool.shape == (5, 4, 2, width)
         assert (pool.transpose(1, 2) if layout == "HND" else pool).is_contiguous()
         assert pool.device == cache.device and cache.device.type == device
+        assert pool.untyped_storage().data_ptr() == cache.storage.untyped_storage().data_ptr()
         pool.fill_(number)
     # No pool overlaps another one, and together they are all of the storage.
     assert [int((cache.storage == number).sum()) for number in range(6)] == [p.numel() for p in pools]
@@ -48,32 +49,30 @@ def test_layout_is_what_it_says_where_both_have_one_shape(layout):
     assert (key_cache.stride(1), key_cache.stride(2)) == expected
 
 
-def test_pools_have_storages_of_their_own(device):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unaliased_pools_share_memory_and_no_storage(layout, device):
     """What torch would take for views of one tensor it copies in compiled functions that are given them."""
     for dtype in (FP32, BF16, FP16, E4M3, E5M2):
-        pools = [pool for pair in make(dtype=dtype, device=device) for pool in pair]
-        assert {(pool.dtype, pool.storage_offset()) for pool in pools} == {(dtype, 0)}
-        assert all(pool.untyped_storage().nbytes() == pool.nbytes and pool._base is None for pool in pools)
+        cache = make(dtype=dtype, kv_layout=layout, value_head_dim=4, device=device)
+        pools = [pool for pair in cache.unaliased() for pool in pair]
+        for pool, view in zip(pools, (pool for pair in cache for pool in pair), strict=True):
+            assert (pool.dtype, pool.shape, pool.stride()) == (view.dtype, view.shape, view.stride())
+            assert pool.data_ptr() == view.data_ptr() and pool.storage_offset() == 0
+            assert pool._base is None and not pool.is_inference()
         assert len({pool.untyped_storage().data_ptr() for pool in pools}) == 6
 
 
-def test_pools_keep_their_memory(device):
+def test_unaliased_pools_keep_their_memory(device):
     cache = make(device=device)
     cache.storage.fill_(7)
-    key_cache, _ = cache[2]
-    assert cache[2][0] is key_cache
+    key_cache, _ = cache.unaliased()[2]
     del cache
     others = [torch.zeros(5760 // 4, device=device) for _ in range(8)]
     assert len(others) == 8 and bool((key_cache == 7).all())
 
 
-def test_pools_follow_a_storage_that_is_replaced(device):
-    cache = make(device=device)
-    assert cache[0] is not None
-    cache.storage = torch.full_like(cache.storage, 3)
-    assert bool((cache[0][0] == 3).all())
-    cache.storage.data = torch.full_like(cache.storage, 4)
-    assert bool((cache[0][0] == 4).all())
+def test_unaliased_pools_of_an_empty_cache(device):
+    assert [pool.shape[0] for pair in make(num_blocks=0, device=device).unaliased() for pool in pair] == [0] * 6
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torch_pagedkv.cache.argument_checks import check_integer, check_pairs
 from torch_pagedkv.ops.argument_checks import (
@@ -42,12 +41,10 @@ class PagedKVCache:
     how that lies in memory: "NHD" is the contiguous form, "HND" the transposed view of a contiguous
     [num_blocks, num_kv_heads, block_size, head_dim].
 
-    All pools lie in ``cache.storage``, one flat tensor: the key pools of all layers, then the value
-    pools, each without gaps. It is never zeroed, and never has to be: what was not written can not
-    change a bit of a result. What ``cache[layer]`` gives shares that memory and keeps it alive, but
-    is no view to torch: a compiled function that is given the pools of a layer writes them in place,
-    where it would copy one of two views of one tensor (pytorch issue 139628). Inside a compiled
-    function, where torch has to know what shares memory, it gives views.
+    All pools are views of ``cache.storage``, one flat tensor: the key pools of all layers, then the
+    value pools, each without gaps. It is never zeroed, and never has to be: what was not written
+    can not change a bit of a result. A compiled function that is *given* views copies them; give it
+    the cache, or ``cache.unaliased()``.
 
     A cache is an argument like any other for ``torch.compile(fullgraph=True)`` and
     ``torch.export``: it is a pytree node with the leaves storage, k_scale and v_scale. A module
@@ -73,7 +70,7 @@ class PagedKVCache:
     Returns:
         ``len(cache)`` is num_layers, iterating gives the layers' pairs. ``nbytes``,
         ``bytes_per_block`` (of one block in all layers), ``dtype``, ``device`` and every argument
-        but memory_bytes are attributes.
+        but memory_bytes are attributes. The pairs are views made anew by each access.
 
     Raises:
         ValueError: a size, layout or scale is out of range, none or both of num_blocks and
@@ -144,8 +141,6 @@ class PagedKVCache:
         check_scales(_OWNER, self[0][0], dtype in FP8_DTYPES, k_scale, v_scale)
         self.k_scale, self.v_scale = k_scale, v_scale
 
-    _pools: tuple[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
-
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the pools."""
@@ -165,6 +160,35 @@ class PagedKVCache:
     def nbytes(self) -> int:
         """Bytes of all pools."""
         return self.num_blocks * self.bytes_per_block
+
+    def unaliased(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the pools of all layers as tensors that are no views to torch.
+
+        They share the cache's memory and keep it alive, but each has a storage of its own: a compiled
+        function that is given the pools of a layer writes them in place, where it copies one of two
+        views of one tensor (pytorch issue 139628; with torch 2.11 the results are wrong besides). Call
+        it once, outside of compiled functions, and keep the list.
+
+        Returns:
+            num_layers pairs (key_cache, value_cache) like ``cache[layer]``.
+
+        Not checked:
+            What torch does not know it can not look after. A compiled function must not be given both
+            these and the cache. Writes to one are not counted in the version of the other. Do not
+            move ``cache.storage`` in place while they are in use (``share_memory_``, sending the cache
+            to another process, ``resize_``): they would point to memory that is gone.
+
+        Example:
+            >>> cache = PagedKVCache(2, 1, 4, num_blocks=3, dtype=torch.float32)
+            >>> pools = cache.unaliased()
+            >>> _ = pools[1][0].fill_(7)
+            >>> cache[1][0].unique().tolist(), pools[1][0].storage_offset()
+            ([7.0], 0)
+
+        Source: DLPack, by which tensors of other libraries share memory.
+        """
+        with torch.inference_mode(False):
+            return [tuple(torch.from_dlpack(p) if p.numel() else p for p in pair) for pair in self]
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy blocks onto other blocks in every layer, one pair after the other.
@@ -221,19 +245,13 @@ class PagedKVCache:
         if not -self.num_layers <= layer < self.num_layers:
             raise IndexError(f"{_OWNER}: layer must be in [{-self.num_layers}, {self.num_layers}), got {layer}")
         layer = layer % self.num_layers
-        if torch.compiler.is_compiling() or not _has_memory(self.storage) or is_in_torch_dispatch_mode():
-            return self._views(layer)
-        memory = self.storage.data_ptr()
-        if self._pools is None or self._pools[0] != memory:
-            with torch.inference_mode(False):
-                self._pools = memory, [tuple(map(_without_base, self._views(i))) for i in range(self.num_layers)]
-        return self._pools[1][layer]
+        tokens = self.num_blocks * self.block_size * self.num_kv_heads
+        key_offset = layer * tokens * self.head_dim
+        value_offset = (self.num_layers * self.head_dim + layer * self.value_head_dim) * tokens
+        return self._pool(self.head_dim, key_offset), self._pool(self.value_head_dim, value_offset)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return (self[layer] for layer in range(self.num_layers))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pools": None}  # a copy's pools lie in the copy's storage
 
     def __repr__(self) -> str:
         geometry = ", ".join(f"{name}={getattr(self, name)!r}" for name in _GEOMETRY)
@@ -242,12 +260,6 @@ class PagedKVCache:
     def _elements_per_block(self) -> int:
         dims = self.head_dim + self.value_head_dim
         return self.num_layers * self.block_size * self.num_kv_heads * dims
-
-    def _views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = self.num_blocks * self.block_size * self.num_kv_heads
-        key_offset = layer * tokens * self.head_dim
-        value_offset = (self.num_layers * self.head_dim + layer * self.value_head_dim) * tokens
-        return self._pool(self.head_dim, key_offset), self._pool(self.value_head_dim, value_offset)
 
     def _pool(self, head_dim: int, offset: int, num_blocks: int | None = None) -> torch.Tensor:
         # One view straight from the flat tensor: a compiled graph then has a single input that is
@@ -261,15 +273,6 @@ class PagedKVCache:
         block_stride = self.block_size * self.num_kv_heads * head_dim
         strides = (block_stride, token_stride, head_stride, 1)
         return self.storage.as_strided(size, strides, offset)
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda")
-
-
-def _without_base(view: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same memory whose storage begins where it does."""
-    return torch.from_dlpack(view) if view.numel() > 0 else view
 
 
 def _choose_num_blocks(num_blocks: Any, memory_bytes: Any, bytes_per_block: int) -> int:
