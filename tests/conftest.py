@@ -21,6 +21,13 @@ DEVICES = [
 ]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is skipped for want of a GPU, by whichever of the marks that say so."""
+    for item in items:
+        if any(str(mark.kwargs.get("reason", "")).startswith("CUDA: ") for mark in item.iter_markers("skipif")):
+            item.add_marker(pytest.mark.cuda)
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return request.param

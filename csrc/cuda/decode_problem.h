@@ -20,8 +20,6 @@ inline constexpr int kLanesOfJoin = 8;
 inline constexpr int kColumnsOfJoin = 4 * kLanesOfJoin;
 inline constexpr int kGroupsOfMerge = kMergeThreads / kLanesOfJoin;
 inline constexpr int kGroupsOfWarp = 32 / kLanesOfJoin;
-// With num_splits above 0, a split is read by so many warps, whose parts are joined in their order.
-inline constexpr int kPartsOfSplit = 4;
 
 // One float for each head, in device memory; null: none given.
 struct HeadFloats {

@@ -24,8 +24,8 @@ namespace {
 
 constexpr const char* kOp = "paged_attention";
 
-// Positions, counts and sums of two of them fit into int32, with room for a tile.
-constexpr int64_t kMostCount = INT32_MAX / 2 - 4096;
+// Positions, counts and sums of four of them fit into int32, with room for a tile.
+constexpr int64_t kMostCount = INT32_MAX / 4 - 4096;
 // Partial results take no more memory than so many for each row of the output.
 constexpr int64_t kMostSplits = 128;
 // A part of fewer positions costs more to merge than it saves.
@@ -149,7 +149,7 @@ void share_out(
 int joining_groups(const DecodeProblem& problem, int64_t items, int64_t num_splits) {
   const int64_t pieces = problem.joined_pieces();
   const auto is_enough = [&](int64_t groups) {
-    if (num_splits > 0) return groups * kLanesOfJoin >= num_splits * kPartsOfSplit;
+    if (num_splits > 0) return groups * kLanesOfJoin >= num_splits;
     return 2 * groups * pieces > kGroupsOfMerge &&
            2 * groups * pieces * items > kMostMergingCtas * kGroupsOfMerge;
   };
@@ -174,7 +174,11 @@ void launch(
   } else {
     const int64_t most_tiles = tiles_of_longest(problem, variant);
     const int64_t most = (most_tiles + problem.least_tiles - 1) / problem.least_tiles;
-    const int64_t parts = std::min(std::min(num_splits, most) * kPartsOfSplit, most);
+    // Partial results take no more memory than num_splits for each row of the output.
+    const int64_t rows = static_cast<int64_t>(problem.num_tokens) * problem.num_heads;
+    const int64_t splits = std::min(num_splits, most);
+    const int64_t kept = splits * rows / std::max<int64_t>(1, items * problem.rows_of_slot);
+    const int64_t parts = std::max<int64_t>(1, std::min(splits, kept));
     problem.parts = static_cast<int>(parts);
     problem.partial_rows = parts == 1 ? 0 : items * parts * problem.rows_of_slot;
     warps = std::max<int64_t>(1, items * parts);

@@ -128,6 +128,7 @@ class Attendant {
       leave_values();
       if (was_cleaned) rows.template add_nonfinite<SHAPE>(work, acc, (stop - 1) * kKeys);
     } else {
+      __syncwarp();  // no lane still waits for the query
       leave(control_.query_empty);
     }
     write_rows(work, rows, state, acc);

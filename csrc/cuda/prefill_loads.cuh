@@ -325,6 +325,7 @@ __device__ inline void bring_queries(
   publisher.publish_next();
   take_work(control, [&](const PrefillWork& work) {
     control.query_empty.wait(of_query.parity ^ 1);
+    __syncwarp();  // no lane is behind when one gives the barrier its next phase
     of_query.advance();
     copy_query<SHAPE>(problem, grid, map, work, control, target);
     publisher.publish_next();

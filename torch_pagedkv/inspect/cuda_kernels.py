@@ -143,7 +143,8 @@ class CudaKVTile:
             f"  KV tile {self.index} of {self.keys} keys, row {self.row}: {readers} for each KV head{team}",
             f"  {look} into the table: block_table[{self.column}] = {block_table[self.column]}, offset {self.offset}",
             f"  {named} a head of the key, {_PACK_BYTES} bytes each{slowly}; the last feature: lane {lanes[-1]}",
-            f"  in a prefill, in Triton: KV tile {position // self.prefill_keys} of {self.prefill_keys} keys",
+            f"  in a prefill, in Triton and for most heads on Hopper: KV tile {position // self.prefill_keys} of "
+            f"{self.prefill_keys} keys",
         ]
 
 

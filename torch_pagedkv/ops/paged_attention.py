@@ -143,16 +143,15 @@ def paged_attention(
     optional = (cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale)
     has_none = cu_seqlens_q is alibi_slopes is sinks is k_scale is v_scale is None
     if may_skip_dispatcher(tensors, () if has_none else optional):
-        out = None
         if has_none and are_plain(causal, window_size, softcap, num_splits) and not return_lse:
             out = attend_plainly(tensors, softmax_scale, num_splits)
-        if out is not None:
-            return out
-        kernel = _CUDA if query.is_cuda else _CPU if query.is_cpu else None
-        if kernel is not None and are_exact(softmax_scale, causal, window_size, softcap, num_splits):
+            if out is not None:
+                return out
+        if are_exact(softmax_scale, causal, window_size, softcap, num_splits):
             options = (softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale, num_splits)
-            out, lse = kernel(*tensors, cu_seqlens_q, *options)
-            return (out, lse) if return_lse else out
+            done = (attend_at_once if query.is_cuda else _attend_on_cpu)(*tensors, cu_seqlens_q, *options)
+            if done is not None:
+                return done if return_lse else done[0]
     check_tensors(
         _NAME,
         query=query,
@@ -327,13 +326,24 @@ def _cuda(query, batch, options):
 
 
 _CPU = _checked(_cpu, refuses=True)
-_CUDA = _checked(_cuda, refuses=True, at_once=attend_at_once)
+
+
+def _attend_on_cpu(query, *arguments) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Attend; None for what is not on the CPU or is refused, which goes the long way and has its words there."""
+    if not query.is_cpu:
+        return None
+    try:
+        return _CPU(query, *arguments)
+    except Exception:
+        return None
+
+
 _OP = register_op(
     "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
     "Tensor seqused_k, Tensor? cu_seqlens_q=None, *, float? softmax_scale=None, bool causal=True, "
     "int[] window_size=[-1, -1], float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
     "Tensor? k_scale=None, Tensor? v_scale=None, int num_splits=0) -> (Tensor, Tensor)",
     cpu=_CPU,
-    cuda=_CUDA,
+    cuda=_checked(_cuda, refuses=True, at_once=attend_at_once),
     fake=_checked(_outputs),
 )
