@@ -16,8 +16,11 @@ import torch_pagedkv
 from cases import BF16, FP32, PAGED, WRITE, PagedCase
 from error_cases import CALLS
 from pools import assert_same_bits
+from torch_pagedkv import native
 from torch_pagedkv.ops import direct_calls
 
+# Without them every call goes the long way, which the other tests are about.
+pytestmark = pytest.mark.skipif(not native.is_available(), reason=f"C++: {native.why_missing()}")
 OPS = ("reshape_and_cache", "paged_attention")
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
