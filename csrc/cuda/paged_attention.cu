@@ -166,10 +166,11 @@ void launch(
   problem.tiles_have_one_block = problem.block_size % variant.tile == 0;
   problem.least_tiles = std::max(1, kLeastPositionsOfPart / variant.tile);
   problem.form_teams();
-  const int warps_of_cta = warps_on(device, variant);
+  const int most_of_cta = warps_on(device, variant);
+  int warps_of_cta = most_of_cta;
   int64_t warps;
   if (num_splits == 0) {
-    share_out(problem, variant, warps_of_cta, device);
+    share_out(problem, variant, most_of_cta, device);
     warps = static_cast<int64_t>(problem.teams) * problem.team;
   } else {
     const int64_t most_tiles = tiles_of_longest(problem, variant);
@@ -182,6 +183,11 @@ void launch(
     problem.parts = static_cast<int>(parts);
     problem.partial_rows = parts == 1 ? 0 : items * parts * problem.rows_of_slot;
     warps = std::max<int64_t>(1, items * parts);
+    // Few warps do not share a multiprocessor while others have none.
+    const int64_t multiprocessors =
+        device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
+    const int64_t shared_by = (warps + multiprocessors - 1) / multiprocessors;
+    warps_of_cta = static_cast<int>(std::min<int64_t>(most_of_cta, shared_by));
   }
   const int64_t ctas = (warps + warps_of_cta - 1) / warps_of_cta;
   if (std::max({ctas, items, problem.partial_rows}) > INT32_MAX) {
@@ -205,7 +211,7 @@ void launch(
     problem.joining_groups = joining_groups(problem, items, num_splits);
   }
   const cudaStream_t stream = current_stream(device);
-  check_cuda(kOp, variant.request_memory(device, warps_of_cta));
+  check_cuda(kOp, variant.request_memory(device, most_of_cta));
   check_cuda(kOp, variant.attend(problem, ctas, warps_of_cta, overlaps, stream));
   if (problem.partial_rows == 0 || items == 0) return;
   const bool can_overlap = device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 9;
