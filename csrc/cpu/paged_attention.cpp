@@ -8,6 +8,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "attention_checks.h"
 #include "attention_plan.h"
 
 namespace torch_pagedkv {
@@ -111,39 +112,11 @@ void paged_attention(
     const std::optional<Tensor>& k_scale,
     const std::optional<Tensor>& v_scale,
     int64_t num_splits) {
-  check_pools(kOp, key_cache, value_cache);
-  check_rows(kOp, "query", query, {kAnySize, kAnySize, key_cache.size(3)});
-  check_query_dtype(kOp, "query", query);
-  const int64_t tokens = query.size(0), heads = query.size(1), num_kv_heads = key_cache.size(2);
-  if (heads % num_kv_heads != 0 || heads == 0) {
-    const std::string actual = shape_text(query);
-    refuse(kOp, "query", actual, "have a multiple of num_kv_heads = ", num_kv_heads, " heads");
-  }
-  if (!is_fp8(key_cache.scalar_type())) {
-    check_dtype(kOp, "query", query, key_cache.scalar_type());
-    check_no_scale(kOp, "k_scale", k_scale);
-    check_no_scale(kOp, "v_scale", v_scale);
-  }
-  check_table(kOp, block_table, key_cache.size(1));
-  const int64_t num_sequences = block_table.size(0);
-  check_index(kOp, "seqused_k", seqused_k, {num_sequences});
-  if (cu_seqlens_q) {
-    check_index(kOp, "cu_seqlens_q", *cu_seqlens_q, {num_sequences + 1});
-  } else if (tokens != num_sequences) {
-    const std::string actual = shape_text(query);
-    refuse(
-        kOp,
-        "query",
-        actual,
-        "have one token for each of the ",
-        num_sequences,
-        " sequences without cu_seqlens_q");
-  }
-  check_contiguous(kOp, "out", out, {tokens, heads, value_cache.size(3)});
-  check_dtype(kOp, "out", out, query.scalar_type());
-  check_contiguous(kOp, "lse", lse, {heads, tokens});
-  check_dtype(kOp, "lse", lse, ScalarType::Float);
+  check_inputs(
+      kOp, query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, k_scale, v_scale);
+  check_outputs(kOp, out, lse, query, value_cache);
 
+  const int64_t heads = query.size(1), num_kv_heads = key_cache.size(2);
   const Attention attention{
       TokenRows(query),
       Pool(key_cache),

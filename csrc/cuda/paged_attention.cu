@@ -255,7 +255,11 @@ bool attend(
   check_inputs(
       kOp, query, key_cache, value_cache, block_table, seqused_k, cu_seqlens_q, k_scale, v_scale);
   const bool are_given = outputs.out.has_value();
-  if (are_given) check_outputs(kOp, *outputs.out, *outputs.lse, query, value_cache);
+  if (are_given) {
+    const Tensor out(*outputs.out), lse(*outputs.lse);
+    check_outputs(kOp, out, lse, query, value_cache);
+    check_one_device(kOp, query.get_device_index(), {{"out", out}, {"lse", lse}});
+  }
   const int64_t tokens = query.size(0), heads = query.size(1), num_kv_heads = key_cache.size(2);
   const HeadValues slopes(kOp, "alibi_slopes", alibi_slopes, heads, 0.0f);
   const HeadValues sink_values(kOp, "sinks", sinks, heads, 0.0f);
