@@ -131,6 +131,7 @@ def test_modes_of_the_compiler(mode, device):
     caches = [PagedKVCache(1, KV_HEADS, DIM, block_size=BLOCK, num_blocks=16, dtype=FP32, device=device) for _ in "ab"]
     for cache in caches:
         cache.storage.zero_()
+    torch._dynamo.mark_static_address(caches[0].storage)  # of what else is given and written no graph is recorded
     for length in range(1, 21):
         hidden, batch = torch.randn(2, WIDTH, device=device), decode_batch([length, 2 * length], device)
         torch.compiler.cudagraph_mark_step_begin()

@@ -67,6 +67,16 @@ def dispatched(monkeypatch) -> list[str]:
     return names
 
 
+def usual_call(op: str, device: str) -> dict:
+    """Return a call's arguments, of dtypes that kernels in C++ take: on CUDA they leave attention in float32."""
+    arguments = CALLS[op](device)
+    if device == "cuda":
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor) and value.dtype == FP32:
+                arguments[name] = value.to(BF16)
+    return arguments
+
+
 def call(op: str, arguments: dict):
     return getattr(torch_pagedkv, op)(**arguments)
 
@@ -74,7 +84,7 @@ def call(op: str, arguments: dict):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", OPS)
 def test_usual_calls_skip_the_dispatcher(op, mode, device, dispatched):
-    arguments = CALLS[op](device)
+    arguments = usual_call(op, device)
     with MODES[mode]():
         call(op, arguments)
         with torch.autocast(device):
@@ -96,7 +106,7 @@ def test_usual_calls_skip_the_dispatcher(op, mode, device, dispatched):
 )
 @pytest.mark.parametrize("op", OPS)
 def test_who_looks_on_is_served(op, look_on, device, dispatched):
-    arguments = CALLS[op](device)
+    arguments = usual_call(op, device)
     with torch.no_grad(), look_on():
         call(op, arguments)
     assert dispatched == [op]
@@ -107,14 +117,14 @@ def test_who_looks_on_is_served(op, look_on, device, dispatched):
 
 @pytest.mark.parametrize("op", OPS)
 def test_tensors_that_have_a_say_go_through_the_dispatcher(op, device, dispatched):
-    for name, tensor in CALLS[op](device).items():
+    for name, tensor in usual_call(op, device).items():
         if not isinstance(tensor, torch.Tensor):
             continue
         for wrap in (Subclass, Opaque):
-            call(op, {**CALLS[op](device), name: tensor.as_subclass(wrap)})
+            call(op, {**usual_call(op, device), name: tensor.as_subclass(wrap)})
             assert dispatched.pop() == op
     parameter = "key" if op == "reshape_and_cache" else "query"
-    arguments = CALLS[op](device)
+    arguments = usual_call(op, device)
     arguments[parameter] = torch.nn.Parameter(arguments[parameter])
     with torch.no_grad():
         call(op, arguments)
@@ -126,7 +136,7 @@ def test_tensors_that_have_a_say_go_through_the_dispatcher(op, device, dispatche
 @pytest.mark.parametrize("op", OPS)
 def test_transforms_and_tracers_are_served(op, device, dispatched):
     """Inside a transform even tensors that it does not know go the long way."""
-    arguments = CALLS[op](device)
+    arguments = usual_call(op, device)
     other = torch.ones(2, device=device)
 
     def with_a_call(x):
@@ -149,7 +159,7 @@ def test_transforms_and_tracers_are_served(op, device, dispatched):
 @torch.no_grad()
 @pytest.mark.parametrize("op", OPS)
 def test_modes_profilers_and_compilers_see_the_public_op(op, device):
-    arguments = CALLS[op](device)
+    arguments = usual_call(op, device)
     name = f"torch_pagedkv::{op}"
     with Dispatches() as mode:
         call(op, arguments)
@@ -217,7 +227,7 @@ def test_writes_are_counted(pools_are_inference, device):
     ids=str,
 )
 def test_options_of_other_types_are_the_dispatchers(options, device, dispatched):
-    arguments = CALLS["paged_attention"](device)
+    arguments = usual_call("paged_attention", device)
     converted = {"softcap": 1.0, "softmax_scale": 1.0, "window_size": (3, 0)}
     exact = {name: 0.0 if value is None else converted[name] for name, value in options.items()}
     expected = call("paged_attention", {**arguments, **exact})
