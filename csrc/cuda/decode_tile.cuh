@@ -75,6 +75,10 @@ struct BFloat16Math {
     return *reinterpret_cast<const uint32_t*>(&pair);
   }
   __device__ static float to_float(uint32_t bits) { return __uint_as_float(bits << 16); }
+  __device__ static uint32_t add_times_zero(uint32_t sums, uint32_t pair) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sums) : "r"(pair), "r"(0));
+    return sums;
+  }
   __device__ static void multiply(
       float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -93,6 +97,10 @@ struct HalfMath {
   }
   __device__ static float to_float(uint32_t bits) {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+  }
+  __device__ static uint32_t add_times_zero(uint32_t sums, uint32_t pair) {
+    asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sums) : "r"(pair), "r"(0));
+    return sums;
   }
   __device__ static void multiply(
       float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {

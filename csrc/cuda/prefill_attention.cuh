@@ -16,6 +16,9 @@ namespace torch_pagedkv {
 // One for each warpgroup that attends: whose turn it is.
 inline constexpr int kFirstTurnBarrier = 1;
 
+// The largest of a warp's numbers, which the compiler knows to be the same in all lanes.
+__device__ inline int uniform(int number) { return __reduce_max_sync(0xFFFFFFFF, number); }
+
 // The lower one of two lanes gives its second element for the first element of the upper one.
 __device__ inline void exchange(uint32_t& first, uint32_t& second, bool is_upper, int distance) {
   const uint32_t got = __shfl_xor_sync(0xFFFFFFFF, is_upper ? first : second, distance);
@@ -44,8 +47,10 @@ class Attendant {
       : problem_(problem),
         grid_(grid),
         control_(control),
-        group_(static_cast<int>(threadIdx.x) / 128 - 1),
-        warp_(static_cast<int>(threadIdx.x) / 32 - 4),
+        group_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)),
+        places_{
+            PlaceInTile(problem, row_of_tile()),
+            PlaceInTile(problem, row_of_tile() + 8)},
         key_stages_(shared_address(shared)),
         value_stages_(key_stages_ + SHAPE::kKeyStages * SHAPE::kStageBytes),
         query_(
@@ -73,92 +78,87 @@ class Attendant {
     if (threadIdx.x % 32 == 0) barrier.arrive();
   }
 
+  // The first of this lane's two rows.
+  __device__ static int row_of_tile() {
+    const int thread = static_cast<int>(threadIdx.x) - 128;
+    return thread / 32 * 16 + thread % 32 / 4;
+  }
+
+  // Behind the product with a tile's keys comes that with the values of the tile before, which is summed up
+  // while weights are made of the former. One code serves all tiles, the first and edges too: what is run
+  // once for each tile of rows has to be fetched from far away each time.
   __device__ void attend(const PrefillWork& work) {
-    LaneTerms<IS_PLAIN> rows(problem_, grid_, work, warp_);
+    const LaneTerms<IS_PLAIN> rows(problem_, grid_, work, places_);
     SoftmaxState state;
     float scores[kKeys / 2], acc[kDim / 2];
     uint32_t weights[kKeys / 4];
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) acc[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; ++i) weights[i] = 0;
     control_.query_full.wait(query_ring_.parity);
     query_ring_.advance();
-    const int stop = work.first_tile + work.tiles;
+    const int first = work.first_tile, stop = first + work.tiles;
     const int whole_from = (work.seen_by_all_from + kKeys - 1) / kKeys;
     const int whole_to = work.seen_by_all_to / kKeys;
-    const auto is_edge = [&](int tile) { return tile < whole_from || tile >= whole_to; };
+    bool was_cleaned = false;
     if (work.tiles > 0) {
-      int tile = work.first_tile;
+      int tile = first;
       control_.keys_full[key_ring_.index].wait(key_ring_.parity);
       multiply_keys(scores);
-      const bool is_missing = control_.is_missing[key_ring_.index];
       wait_products<0>();
       pin(scores);
-      if (is_edge(tile) || is_missing) {
-        take_scores<true>(rows, scores, tile, tile + 1 == stop);
-      } else {
-        take_scores<false>(rows, scores, tile, tile + 1 == stop);
-      }
-      float decays[2];
-      state.take(rows, scores, is_edge(tile) || is_missing, decays);
-      pack(weights, scores);
-      for (++tile; tile < stop; ++tile) {
+      bool was_edge = false;
+      while (true) {
+        const bool is_edge = tile < whole_from || tile >= whole_to;
+        const bool is_missing = control_.is_missing[key_ring_.index];
+        rows.score(scores, tile * kKeys);
+        if (__builtin_expect(is_edge || is_missing, false)) {
+          rows.mask(scores, tile * kKeys, is_missing ? control_.missing[key_ring_.index] : nullptr);
+        }
+        leave_keys(tile + 1 == stop);
+        float decays[2];
+        const bool moves =
+            state.prepare(scores, rows.exponent_scale, IS_PLAIN && !is_edge && !is_missing, decays);
+        state.weigh(scores, rows.exponent_scale);
+        pin(scores);
+        wait_products<0>();
+        pin(acc);
+        pin(weights);
+        if (tile != first) was_cleaned |= leave_values(was_edge);
+        was_edge = is_edge;
+        if (moves) {
+#pragma unroll
+          for (int i = 0; i < kDim / 2; ++i) acc[i] *= decays[i / 2 % 2];
+        }
+        // Not before: products read these registers until now, which the compiler does not keep in mind from
+        // one iteration to the next.
+#pragma unroll
+        for (int i = 0; i < kKeys / 4; ++i) weights[i] = Math::pair(scores[2 * i], scores[2 * i + 1]);
+        if (++tile == stop) break;
         control_.keys_full[key_ring_.index].wait(key_ring_.parity);
         meet(kFirstTurnBarrier + group_, 256);
         multiply_keys(scores);
         control_.values_full[value_ring_.index].wait(value_ring_.parity);
         multiply_values(acc, weights);
         arrive_at(kFirstTurnBarrier + (group_ + 1) % SHAPE::kGroups, 256);
-        const bool is_last = tile + 1 == stop;
-        // Most tiles are seen by all rows; the code for others lies apart.
-        if (is_edge(tile) || control_.is_missing[key_ring_.index]) {
-          const bool was_cleaned = is_edge(tile - 1) && control_.was_cleaned[value_ring_.index];
-          take_products<true>(rows, state, scores, acc, weights, tile, is_last);
-          if (was_cleaned) rows.template add_nonfinite<SHAPE>(work, acc, (tile - 1) * kKeys);
-        } else {
-          const bool was_cleaned = is_edge(tile - 1) && control_.was_cleaned[value_ring_.index];
-          take_products<false>(rows, state, scores, acc, weights, tile, is_last);
-          if (was_cleaned) rows.template add_nonfinite<SHAPE>(work, acc, (tile - 1) * kKeys);
-        }
+        wait_products<1>();
+        pin(scores);
       }
       control_.values_full[value_ring_.index].wait(value_ring_.parity);
       multiply_values(acc, weights);
-      const bool was_cleaned = is_edge(stop - 1) && control_.was_cleaned[value_ring_.index];
       wait_products<0>();
       pin(acc);
-      leave_values();
-      if (was_cleaned) rows.template add_nonfinite<SHAPE>(work, acc, (stop - 1) * kKeys);
+      was_cleaned |= leave_values(was_edge);
     } else {
       __syncwarp();  // no lane still waits for the query
       leave(control_.query_empty);
     }
-    write_rows(work, rows, state, acc);
-  }
-
-  // The products with a tile's keys, and with the values before, are on their way: makes weights of the
-  // former while the latter are summed up.
-  template <bool IS_MASKED>
-  __device__ void take_products(
-      const LaneTerms<IS_PLAIN>& rows, SoftmaxState& state, float (&scores)[kKeys / 2],
-      float (&acc)[kDim / 2], uint32_t (&weights)[kKeys / 4], int tile, bool is_last) {
-    wait_products<1>();
-    pin(scores);
-    take_scores<IS_MASKED>(rows, scores, tile, is_last);
-    float decays[2];
-    const bool decays_any = state.take(rows, scores, IS_MASKED, decays);
-    pin(scores);
-    // The branch keeps the compiler from waiting for the values before it makes the weights.
-    if (decays_any) {
-      wait_products<0>();
-      pin(acc);
-#pragma unroll
-      for (int i = 0; i < kDim / 2; ++i) acc[i] *= decays[i / 2 % 2];
-    } else {
-      wait_products<0>();
-      pin(acc);
+    if (was_cleaned) {
+      rows.template add_nonfinite<SHAPE>(work, acc, work.lowest, min(work.seen_by_all_from, work.highest));
+      rows.template add_nonfinite<SHAPE>(work, acc, max(work.seen_by_all_to, work.lowest), work.highest);
     }
-    pin(weights);
-    leave_values();
-    pack(weights, scores);
+    write_rows(work, rows, state, acc);
   }
 
   // Starts scores = query . keys.
@@ -193,54 +193,41 @@ class Attendant {
     commit_products();
   }
 
-  // Products are there: makes scores of them, masks them where rows see different keys, and gives the
-  // stage back.
-  template <bool IS_MASKED>
-  __device__ void take_scores(
-      const LaneTerms<IS_PLAIN>& rows, float (&scores)[kKeys / 2], int tile, bool is_last) {
-    const int stage = key_ring_.index;
-    if constexpr (IS_MASKED) {
-      const bool is_missing = control_.is_missing[stage];
-      rows.mask(scores, tile * kKeys, is_missing ? control_.missing[stage] : nullptr);
-    } else {
-      rows.score(scores, tile * kKeys);
-    }
+  // No product with a tile's keys is on its way any more: gives their stage back.
+  __device__ void leave_keys(bool is_last) {
     __syncwarp();
-    leave(control_.keys_empty[stage]);
+    leave(control_.keys_empty[key_ring_.index]);
     if (is_last) leave(control_.query_empty);
     key_ring_.advance();
   }
 
-  // Weighted values are there: gives their stage back.
-  __device__ void leave_values() {
+  // The same of values. Returns whether any of an edge were cleaned.
+  __device__ bool leave_values(bool is_edge) {
+    const bool was_cleaned = is_edge && control_.was_cleaned[value_ring_.index];
     __syncwarp();
     leave(control_.values_empty[value_ring_.index]);
     value_ring_.advance();
-  }
-
-  __device__ void pack(uint32_t (&weights)[kKeys / 4], const float (&scores)[kKeys / 2]) {
-#pragma unroll
-    for (int i = 0; i < kKeys / 4; ++i) weights[i] = Math::pair(scores[2 * i], scores[2 * i + 1]);
+    return was_cleaned;
   }
 
   // Four lanes have a row. They exchange pieces, so that each writes 16 bytes at a time.
   __device__ void write_rows(
       const PrefillWork& work, const LaneTerms<IS_PLAIN>& rows, SoftmaxState& state,
       const float (&acc)[kDim / 2]) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int t = threadIdx.x % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float total = state.sum_up(half);
-      const TileRow row(problem_, grid_, work, warp_ * 16 + g + 8 * half);
+      const TileRow row(grid_, work, places_[half]);
       const bool has_sink = problem_.sinks.data != nullptr;
       const float sink = has_sink && row.exists ? problem_.sinks.at(row.head, 0.0f) : 0.0f;
-      const RowEnd end(rows.as_score(state.maximum[half]), total, has_sink, sink, 1.0f);
+      const RowEnd end(rows.as_score(state.reference[half]), total, has_sink, sink, 1.0f);
       const float factor = end.value(1.0f);
       if (t == 0 && row.exists) {
         problem_.lse[static_cast<int64_t>(row.head) * problem_.num_tokens + row.token] = end.lse;
       }
       const int64_t place = static_cast<int64_t>(row.token) * problem_.num_heads + row.head;
-      char* const out = problem_.out + place * problem_.value_dim * 2;
+      uint4* const out = reinterpret_cast<uint4*>(problem_.out) + place * (kDim / 8) + t;
 #pragma unroll
       for (int tile = 0; tile < kDim / 8; tile += 4) {
         uint32_t pairs[4];
@@ -250,11 +237,7 @@ class Attendant {
           pairs[i] = Math::pair(two[0] * factor, two[1] * factor);
         }
         transpose_of_four(pairs);
-        const int column = (tile + t) * 8;
-        if (row.exists && column < problem_.value_dim) {
-          *reinterpret_cast<uint4*>(out + column * 2) =
-              make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        }
+        if (row.exists) out[tile] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
       }
     }
   }
@@ -262,7 +245,8 @@ class Attendant {
   const DecodeProblem& problem_;
   const PrefillGrid& grid_;
   PrefillControl<SHAPE>& control_;
-  int group_, warp_;  // of those that attend
+  int group_;  // of those that attend
+  PlaceInTile places_[2];  // of this lane's rows
   uint32_t key_stages_, value_stages_, query_;
   Ring<SHAPE::kKeyStages> key_ring_;
   Ring<SHAPE::kValueStages> value_ring_;
@@ -305,10 +289,8 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) prefill_attention(
   if (threadIdx.x < 128) {
     give_up_registers<SHAPE::kLoadRegisters>();
     const int warp = threadIdx.x / 32;
-    if (warp == 0) {
-      copy_tiles<SHAPE, true>(problem, grid, maps.keys, control, shared);
-    } else if (warp == 1) {
-      copy_tiles<SHAPE, false>(problem, grid, maps.values, control, value_stages);
+    if (warp < 2) {
+      copy_tiles<SHAPE>(problem, grid, maps, control, shared, warp == 0);
     } else if (warp == 2) {
       bring_queries<SHAPE>(
           problem, grid, maps.query, control,

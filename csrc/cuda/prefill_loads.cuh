@@ -18,47 +18,52 @@ __device__ inline void store_piece(
   *reinterpret_cast<uint4*>(place) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-// Copies tiles of keys, or of values. Called by a whole warp.
-template <class SHAPE, bool IS_KEYS>
+// Copies tiles of keys, or of values: one code for both, since instruction caches are small. A lane knows
+// where one granule of positions lies, so that the table is read once for several tiles. Called by a whole
+// warp.
+template <class SHAPE>
 class TileCopier {
  public:
   __device__ TileCopier(
-      const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
-      PrefillControl<SHAPE>& control, char* stages)
+      const DecodeProblem& problem, const PrefillGrid& grid, const PrefillMaps& maps,
+      PrefillControl<SHAPE>& control, char* stages, bool is_keys)
       : problem_(problem),
         grid_(grid),
-        map_(map),
         control_(control),
-        stages_(stages) {}
+        is_keys_(is_keys),
+        map_(is_keys ? maps.keys : maps.values),
+        pool_(is_keys ? problem.keys : problem.values),
+        full_(is_keys ? control.keys_full : control.values_full),
+        empty_(is_keys ? control.keys_empty : control.values_empty),
+        stages_(is_keys ? stages : stages + SHAPE::kKeyStages * SHAPE::kStageBytes),
+        count_(is_keys ? SHAPE::kKeyStages : SHAPE::kValueStages),
+        groups_of_block_(is_keys ? grid.groups_of_keys : grid.groups_of_values) {}
 
   __device__ void copy_all(const PrefillWork& work) {
-    const int kv_head = uniform(work.kv_head);
-    look_up(work, work.first_tile);
-    for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
-      const int stage = ring_.index;
-      Barrier& is_empty = IS_KEYS ? control_.keys_empty[stage] : control_.values_empty[stage];
-      Barrier& is_full = IS_KEYS ? control_.keys_full[stage]
-                         : work.is_edge<SHAPE::kKeys>(tile) ? control_.values_raw[stage]
-                                                            : control_.values_full[stage];
-      is_empty.wait(ring_.parity ^ 1);
-      if (IS_KEYS) mark_missing(stage);
-      char* const target = stages_ + stage * SHAPE::kStageBytes;
+    const int kv_head = work.kv_head;
+    const int granules = SHAPE::kKeys / grid_.granule;
+    const int stop = work.first_tile + work.tiles;
+    for (int tile = work.first_tile; tile < stop; ++tile) {
+      const int first = tile * granules % 32;
+      if (tile == work.first_tile || first == 0) look_up(work, tile * granules - first);
+      Barrier& is_full = !is_keys_ && work.is_edge<SHAPE::kKeys>(tile) ? control_.values_raw[stage_]
+                                                                       : full_[stage_];
+      empty_[stage_].wait(parity_ ^ 1);
+      if (is_keys_) mark_missing(first, granules);
+      char* const target = stages_ + stage_ * SHAPE::kStageBytes;
       if (grid_.pools_are_aligned) {
         if (threadIdx.x % 32 == 0) is_full.arrive_and_expect(SHAPE::kStageBytes);
         __syncwarp();
-        issue(shared_address(target), is_full, kv_head);
+        issue(shared_address(target), is_full, kv_head, first, granules);
       } else {
         copy_pieces(work, tile, kv_head, target);
         if (threadIdx.x % 32 == 0) is_full.arrive();
       }
-      look_up(work, tile + 1);
-      ring_.advance();
+      if (++stage_ == count_) stage_ = 0, parity_ ^= 1;
     }
   }
 
  private:
-  static constexpr int kOfLane = SHAPE::kKeys / 32;  // granules, at most
-
   // Where a position of a sequence lies.
   struct Place {
     int64_t block;
@@ -76,48 +81,35 @@ class TileCopier {
     return {block, position - column * problem_.block_size};
   }
 
-  __device__ int groups_of_block() const {
-    return IS_KEYS ? grid_.groups_of_keys : grid_.groups_of_values;
-  }
-
   __device__ bool is_in_pool(int64_t block) const { return block >= 0 && block < problem_.num_blocks; }
 
-  // Finds the blocks of a tile's granules. Entries of positions that no row sees are not read, and
-  // what is not to be loaded gets a block that the copy engine makes zeros of.
-  __device__ void look_up(const PrefillWork& work, int tile) {
-    missing_ = 0;
-#pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
-      const int within = (threadIdx.x % 32 + 32 * i) * grid_.granule;
-      const int position = tile * SHAPE::kKeys + within;
-      blocks_[i] = problem_.num_blocks, offsets_[i] = 0;
-      if (within >= SHAPE::kKeys || position + grid_.granule <= work.lowest ||
-          position >= work.highest) {
-        continue;
-      }
+  // Finds the blocks of 32 granules from `granule` on. Entries of positions that no row sees are not
+  // read, and what is not to be loaded gets a block that the copy engine makes zeros of.
+  __device__ void look_up(const PrefillWork& work, int granule) {
+    const int position = (granule + threadIdx.x % 32) * grid_.granule;
+    bool is_missing = false;
+    int block = problem_.num_blocks;
+    offset_ = 0;
+    if (position + grid_.granule > work.lowest && position < work.highest) {
       const Place place = find(work, position);
-      offsets_[i] = place.offset;
-      if (is_in_pool(place.block)) {
-        blocks_[i] = static_cast<int>(place.block);
-      } else {
-        missing_ |= 1u << i;
-      }
+      offset_ = place.offset;
+      is_missing = !is_in_pool(place.block);
+      if (!is_missing) block = static_cast<int>(place.block);
     }
+    missing_ = __ballot_sync(0xFFFFFFFF, is_missing);
+    start_ = groups_of_block_ > 0 ? block * groups_of_block_ + offset_ / 8 : block;
   }
 
-  __device__ void mark_missing(int stage) {
-    const bool any = __any_sync(0xFFFFFFFF, missing_ != 0);
+  __device__ void mark_missing(int first, int granules) {
+    const uint32_t missing = missing_ >> first & ((1u << granules) - 1);
     const int lane = threadIdx.x % 32;
-    if (lane == 0) control_.is_missing[stage] = any;
-    if (any) {
-      if (lane < SHAPE::kKeys / 32) control_.missing[stage][lane] = 0;
-      __syncwarp();
-      for (int i = 0; i < kOfLane; ++i) {
-        if ((missing_ >> i & 1) == 0) continue;
-        const int within = (lane + 32 * i) * grid_.granule;
-        for (int key = within; key < within + grid_.granule; ++key) {
-          atomicOr(&control_.missing[stage][key / 32], 1u << key % 32);
-        }
+    if (lane == 0) control_.is_missing[stage_] = missing != 0;
+    if (missing != 0) {
+      if (lane < SHAPE::kKeys / 32) {
+        uint32_t keys = 0;
+#pragma unroll 1
+        for (int i = 0; i < 32; ++i) keys |= (missing >> (lane * 32 + i) / grid_.granule & 1) << i;
+        control_.missing[stage_][lane] = keys;
       }
     }
     __syncwarp();
@@ -126,19 +118,18 @@ class TileCopier {
   // The copy engine's work by a warp, for pools whose rows do not all start at multiples of 16 bytes.
   // Positions that no row sees become zeros.
   __device__ void copy_pieces(const PrefillWork& work, int tile, int kv_head, char* target) const {
-    const PoolRows& pool = IS_KEYS ? problem_.keys : problem_.values;
     constexpr int kPieces = SHAPE::kDim / 8;
-#pragma unroll 2
+#pragma unroll 1
     for (int index = threadIdx.x % 32; index < SHAPE::kKeys * kPieces; index += 32) {
       const int row = index / kPieces, piece = index % kPieces;
       const int position = tile * SHAPE::kKeys + row;
       uint32_t pairs[4] = {0, 0, 0, 0};
-      if (position >= work.lowest && position < work.highest && piece * 16 < pool.row_bytes) {
+      if (position >= work.lowest && position < work.highest) {
         const Place place = find(work, position);
         if (is_in_pool(place.block)) {
-          const char* const source = pool.data + place.block * pool.block_stride +
-                                     place.offset * pool.offset_stride +
-                                     kv_head * pool.head_stride + piece * 16;
+          const char* const source = pool_.data + place.block * pool_.block_stride +
+                                     place.offset * pool_.offset_stride +
+                                     kv_head * pool_.head_stride + piece * 16;
 #pragma unroll
           for (int i = 0; i < 4; ++i) pairs[i] = load_pair(source + i * 4, false);
         }
@@ -149,41 +140,29 @@ class TileCopier {
     __syncwarp();
   }
 
-  // The largest of a warp's numbers, in a register that the copy engine can take.
-  __device__ static int uniform(int number) { return __reduce_max_sync(0xFFFFFFFF, number); }
-
-  __device__ void issue(uint32_t target, Barrier& barrier, int kv_head) {
-    const int granules = SHAPE::kKeys / grid_.granule;
-    if (groups_of_block() > 0) {  // of 8 positions: one lane has one granule at most
-      const int group = blocks_[0] * groups_of_block() + offsets_[0] / 8;
-#pragma unroll 2
-      for (int lane = 0; lane < granules; ++lane) {
-        const bool is_here = static_cast<int>(threadIdx.x) % 32 == lane;
-        const int own = uniform(is_here ? group : 0);
-        if (elect_one()) copy_groups(target, map_, barrier, kv_head, own);
+  // Asks the copy engine for a tile's granules, which lanes from `first` on know.
+  __device__ void issue(uint32_t target, Barrier& barrier, int kv_head, int first, int granules) {
+    if (groups_of_block_ > 0) {
+#pragma unroll 4
+      for (int i = first; i < first + granules; ++i) {
+        const int start = __shfl_sync(0xFFFFFFFF, start_, i);
+        if (elect_one()) copy_groups(target, map_, barrier, kv_head, start);
         target += grid_.granule / 8 * SHAPE::kGroupBytes;
       }
-      __syncwarp();
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
-      const int count = min(32, granules - 32 * i);
+    } else {  // granules of 8 positions, which may lie anywhere in a block
 #pragma unroll 1
-      for (int lane = 0; lane < count; ++lane) {
-        const bool is_here = static_cast<int>(threadIdx.x) % 32 == lane;
-        const int block = uniform(is_here ? blocks_[i] : 0);
-        const int offset = uniform(is_here ? offsets_[i] : 0);
-        const int row = (32 * i + lane) * grid_.granule;
-        const uint32_t place = target + row / 8 * SHAPE::kGroupBytes + row % 8 * kPanelRowBytes;
+      for (int i = first; i < first + granules; ++i) {
+        const int block = __shfl_sync(0xFFFFFFFF, start_, i);
+        const int offset = __shfl_sync(0xFFFFFFFF, offset_, i);
         if (elect_one()) {
 #pragma unroll
           for (int panel = 0; panel < SHAPE::kPanels; ++panel) {
             copy_rows(
-                place + panel * kPieceBytes, map_, barrier, panel * kPanelElements, offset, kv_head,
+                target + panel * kPieceBytes, map_, barrier, panel * kPanelElements, offset, kv_head,
                 block);
           }
         }
+        target += SHAPE::kGroupBytes;
       }
     }
     __syncwarp();
@@ -191,12 +170,18 @@ class TileCopier {
 
   const DecodeProblem& problem_;
   const PrefillGrid& grid_;
-  const CUtensorMap& map_;
   PrefillControl<SHAPE>& control_;
-  char* stages_;
-  Ring<IS_KEYS ? SHAPE::kKeyStages : SHAPE::kValueStages> ring_;
-  int blocks_[kOfLane], offsets_[kOfLane];
-  uint32_t missing_ = 0;
+  const bool is_keys_;
+  const CUtensorMap& map_;
+  const PoolRows& pool_;
+  Barrier* const full_;
+  Barrier* const empty_;
+  char* const stages_;
+  const int count_, groups_of_block_;
+  int stage_ = 0;
+  uint32_t parity_ = 0;
+  int start_, offset_;  // of this lane's granule: its group or block, and its offset in the block
+  uint32_t missing_;    // lanes whose granule is not in the pool
 };
 
 // Copies a tile's query rows: where rows are aligned by the copy engine, which also brings rows of
@@ -225,8 +210,7 @@ __device__ inline void copy_query(
     const int row = index / kPieces, piece = index % kPieces;
     const int token = row / heads, head = row % heads;
     uint32_t pairs[4] = {0, 0, 0, 0};
-    const bool exists = work.first + token < work.query_length && head < work.heads;
-    if (exists && piece * 8 < problem.key_dim) {
+    if (work.first + token < work.query_length && head < work.heads) {
       const int64_t of_call = work.start + work.first + token;
       const char* const source = problem.query + of_call * problem.query_token_stride +
                                  (work.first_head + head) * problem.query_head_stride;
@@ -241,30 +225,34 @@ __device__ inline void copy_query(
 }
 
 // Puts zeros in place of values that are not finite, which a weight of 0 would not hide, in rows
-// [first, stop) of a tile; returns whether this thread found any.
+// [first, stop) of a tile; returns whether the warp found any.
 template <class SHAPE>
 __device__ inline bool clean_values(char* values, int first, int stop) {
+  using Math = typename SHAPE::Math;
   constexpr int kPieces = SHAPE::kDim / 8;
-  constexpr uint32_t kExponent = SHAPE::Math::kExponent;
-  constexpr uint32_t kCarry = kExponent ^ 0x7FFF7FFF;  // fills the mantissa's place
   const int lane = threadIdx.x % 32;
-  bool found = false;
-#pragma unroll 4
-  for (int piece = first * kPieces + lane; piece < stop * kPieces; piece += 32) {
+  const auto place = [&](int piece) -> uint4& {
     const int row = piece / kPieces;
-    uint4& place = *reinterpret_cast<uint4*>(
+    return *reinterpret_cast<uint4*>(
         values + row / 8 * SHAPE::kGroupBytes + piece % kPieces / 8 * kPieceBytes +
         row % 8 * kPanelRowBytes + piece % 8 * 16);
-    uint32_t words[4] = {place.x, place.y, place.z, place.w};
-    uint32_t carried = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) carried |= (words[i] & kExponent) + kCarry + 0x00010001;
-    if ((carried & 0x80008000) == 0) continue;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) found |= drop_nonfinite<typename SHAPE::Math>(words[i]);
-    place = make_uint4(words[0], words[1], words[2], words[3]);
+  };
+  // Most tiles have none, and a product with 0 tells it: NaN is all that such a sum does not lose.
+  uint32_t sums[4] = {0, 0, 0, 0};
+#pragma unroll 4
+  for (int piece = first * kPieces + lane; piece < stop * kPieces; piece += 32) {
+    const uint4 words = place(piece);
+    sums[0] = Math::add_times_zero(sums[0], words.x), sums[1] = Math::add_times_zero(sums[1], words.y);
+    sums[2] = Math::add_times_zero(sums[2], words.z), sums[3] = Math::add_times_zero(sums[3], words.w);
   }
-  return found;
+  if (!__any_sync(0xFFFFFFFF, (sums[0] | sums[1] | sums[2] | sums[3]) != 0)) return false;
+#pragma unroll 1
+  for (int piece = first * kPieces + lane; piece < stop * kPieces; piece += 32) {
+    uint4& words = place(piece);
+    drop_nonfinite<Math>(words.x), drop_nonfinite<Math>(words.y);
+    drop_nonfinite<Math>(words.z), drop_nonfinite<Math>(words.w);
+  }
+  return true;
 }
 
 // A warp that finds work ahead of the others, and tells them. Whoever is ready first takes the next item,
@@ -351,11 +339,12 @@ __device__ inline void clean_edges(
       const int first = within(work.lowest & least), from = within(work.seen_by_all_from);
       const int to = max(within(work.seen_by_all_to), from);
       const int stop = within((work.highest + grid.granule - 1) & least);
-      bool found = false;
       char* const values = value_stages + stage * SHAPE::kStageBytes;
-      found |= clean_values<SHAPE>(values, first, from);
-      found |= clean_values<SHAPE>(values, to, stop);
-      const bool any = __any_sync(0xFFFFFFFF, found);
+      bool any = false;
+#pragma unroll 1
+      for (int part = 0; part < 2; ++part) {
+        any |= clean_values<SHAPE>(values, part == 0 ? first : to, part == 0 ? from : stop);
+      }
       publish_to_products();
       __syncwarp();
       if (threadIdx.x % 32 == 0) {
@@ -367,11 +356,11 @@ __device__ inline void clean_edges(
 }
 
 // Copies the keys, or the values, of all work.
-template <class SHAPE, bool IS_KEYS>
+template <class SHAPE>
 __device__ inline void copy_tiles(
-    const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
-    PrefillControl<SHAPE>& control, char* stages) {
-  TileCopier<SHAPE, IS_KEYS> copier(problem, grid, map, control, stages);
+    const DecodeProblem& problem, const PrefillGrid& grid, const PrefillMaps& maps,
+    PrefillControl<SHAPE>& control, char* stages, bool is_keys) {
+  TileCopier<SHAPE> copier(problem, grid, maps, control, stages, is_keys);
   take_work(control, [&](const PrefillWork& work) { copier.copy_all(work); });
 }
 
