@@ -9,6 +9,9 @@ from cases import BF16, FP16, PagedCase
 from pools import LAYOUTS, assert_same_bits
 from test_paged_attention import attend, expect, largest_value, permute_blocks, refilled, slots_of
 from tolerances import assert_close, assert_close_lse
+from torch_pagedkv.ops.kernel_choice import TAKES_ALL, TAKES_SHORT, cuda_attention, cuda_attention_takes
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
 
 # Chunks that end inside tiles of 32 to 128 tokens and of 128 keys, and beside them decodes.
 LENGTHS = {"kv_lens": [700, 257, 40, 300, 1], "query_lens": [300, 257, 1, 33, 1]}
@@ -74,6 +77,18 @@ def test_prefill_equals_float64_reference(case, device):
         assert_same(attend(refilled(batch, byte)), (out, lse))
     permute_blocks(batch)
     assert_same(attend(batch), (out, lse))
+
+
+@needs_cuda
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_which_long_sequences_are_left_to_triton(case):
+    """Those that Triton reads as fast or faster, and all where the GPU is not Hopper's."""
+    if cuda_attention(0) is None:
+        pytest.skip("CUDA C++: the library was not built (make cuda)")
+    is_even = case.value_head_dim in (None, case.head_dim) and case.block_size % 16 == 0
+    is_taken = is_even and case.head_dim in (64, 128, 256) and torch.cuda.get_device_capability()[0] == 9
+    arguments = case.build("cuda").attention[0]
+    assert int(cuda_attention_takes()(*arguments[:4])) == (TAKES_ALL if is_taken else TAKES_SHORT)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
