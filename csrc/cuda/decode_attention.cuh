@@ -43,9 +43,12 @@ class WarpReader {
         loader_(problem, walk, stages, shared.loader) {}
 
   __device__ void read_all() {
-    const LanePlace place(threadIdx.x % 32);
+    const LanePlace<TILE> place(threadIdx.x % 32);
+    const uint32_t keys = kept(shared_address(stages_) + place.key);
+    const uint32_t values =
+        kept(shared_address(stages_) + TILE::kKeys * TILE::kRowBytes + place.value);
     WarpQuery<TILE> query;
-    LaneRows<TILE> scales;
+    LaneRows scales;
     WarpState<TILE> state;
     int taken = 0, left = 0, start = 0, stage = 0;
     KeyRange seen_by_all{};
@@ -68,24 +71,25 @@ class WarpReader {
       }
       wait_copies<TILE::kStages - 1>();
       __syncwarp();  // the copies of all lanes are here
-      char* const tile_memory = stages_ + stage * TILE::kStageBytes;
-      const uint32_t loaded = shared_.loader.loaded[stage];
-      const bool is_edge = loaded != Loader::kAllKeys || start < seen_by_all.lower ||
+      const bool is_edge = !loader_.is_whole() || start < seen_by_all.lower ||
                            start + TILE::kKeys > seen_by_all.upper;
-      fold(state, scales, query, place, tile_memory, start, loaded, is_edge, has_one_token);
+      const uint32_t before = stage * TILE::kStageBytes;
+      fold(
+          state, scales, query, keys + before, values + before, stage, start, is_edge,
+          has_one_token);
       start += TILE::kKeys;
+      if (--left == 0) finish(work, state, stages_ + before);
       stage = stage == TILE::kStages - 1 ? 0 : stage + 1;
-      if (--left == 0) finish(work, state, tile_memory);
     }
   }
 
  private:
   // Loads the query, and keeps what makes the scores of each row.
-  __device__ void begin(const Work& work, WarpQuery<TILE>& query, LaneRows<TILE>& scales) {
+  __device__ void begin(const Work& work, WarpQuery<TILE>& query, LaneRows& scales) {
     const ItemHeads heads(problem_, work.segment.item, work.segment.kv_head);
     query.load(problem_, work.sequence, heads.first, heads.count, shared_.terms);
     __syncwarp();
-    const int row = threadIdx.x % 32;
+    const int lane = lane_here(), row = lane;
     if (row < TILE::kRows) {
       const int token = problem_.token_of_row(row);
       const int head =
@@ -100,10 +104,7 @@ class WarpReader {
     }
     __syncwarp();
 #pragma unroll
-    for (int column = 0; column < TILE::kColumns; ++column) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) scales[column][i] = shared_.terms[row_of_lane(column, i)].scale;
-    }
+    for (int i = 0; i < 2; ++i) scales[i] = shared_.terms[TILE::row_of_lane(lane, i)].scale;
   }
 
   // Writes the rows, or a part of them.
@@ -115,11 +116,11 @@ class WarpReader {
     }
     float* const values = reinterpret_cast<float*>(tile_memory);
 #pragma unroll
-    for (int column = 0; column < TILE::kColumns; ++column) {
+    for (int column = 0; column < TILE::kRows / 8; ++column) {
       __syncwarp();  // all have read the tile, or the rows before
       state.store(column, shared_.maximum, shared_.total, values);
       __syncwarp();
-      const int row = threadIdx.x % 32 / 4;
+      const int row = lane_here() / 4;
       const RowPlace place(problem_, work.sequence, heads.first, heads.count, column * 8 + row);
       if (place.exists) write_row(heads, place, row, values);
     }
@@ -128,7 +129,7 @@ class WarpReader {
   // Writes a row by four lanes.
   __device__ void write_row(
       const ItemHeads& heads, const RowPlace& place, int row_of_column, const float* values) {
-    const int part = threadIdx.x % 4;
+    const int part = lane_here() % 4;
     const float maximum = shared_.maximum[row_of_column], total = shared_.total[row_of_column];
     const RowEnd end = end_of_row(problem_, place.head, heads.kv_head, maximum, total);
     for (int column = part * 4; column < problem_.value_dim; column += 16) {
@@ -141,90 +142,84 @@ class WarpReader {
     if (part == 0) problem_.lse[place.lse] = end.lse;
   }
 
-  // Writes a part of the rows as it lies in the lanes: 8 of them have adjacent columns.
+  // Writes a part of the rows as it lies in the lanes: some of them have adjacent columns.
   __device__ void write_part(
       const Work& work, const ItemHeads& heads, const WarpState<TILE>& state) const {
-    const int g = threadIdx.x % 32 / 4;
+    const int lane = lane_here();
 #pragma unroll
-    for (int column = 0; column < TILE::kColumns; ++column) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float total = state.total_of(column, i);
-        const int row = row_of_lane(column, i);
-        const RowPlace place(problem_, work.sequence, heads.first, heads.count, row);
-        if (!place.exists) continue;
-        const PartialRow partial(
-            problem_, static_cast<int>(work.segment.slot) * problem_.rows_of_slot + row);
-        if (g == 0) *partial.maximum = state.maximum[column][i], *partial.total = total;
-#pragma unroll
-        for (int tile = 0; tile < TILE::kDim / 16; ++tile) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int at = TILE::Pool::column(tile, g, half);
-            if (at < problem_.value_dim) partial.values[at] = state.sums[tile][column][2 * half + i];
-          }
-        }
-      }
+    for (int own = 0; own < 2; ++own) {
+      const float total = state.total_of(own);
+      const int row = TILE::row_of_lane(lane, own);
+      const RowPlace place(problem_, work.sequence, heads.first, heads.count, row);
+      if (!place.exists) continue;
+      const PartialRow partial(
+          problem_, static_cast<int>(work.segment.slot) * problem_.rows_of_slot + row);
+      if (TILE::is_first_of_same_rows(lane)) *partial.maximum = state.maximum[own], *partial.total = total;
+      // The number of columns is a multiple of four.
+      state.each_run(lane, own, [&](int first, const auto& run) {
+        if (first < problem_.value_dim) store_run(partial.values + first, run);
+      });
     }
   }
 
-  // Folds a tile of keys into the warp's state.
+  // Folds a tile of keys into the warp's state. `keys`, `values`: where this lane points at.
   __device__ void fold(
-      WarpState<TILE>& state, const LaneRows<TILE>& scales, const WarpQuery<TILE>& query,
-      const LanePlace& place, const char* tile_memory, int start, uint32_t loaded, bool is_edge,
+      WarpState<TILE>& state, const LaneRows& scales, const WarpQuery<TILE>& query,
+      uint32_t keys, uint32_t values, int stage, int start, bool is_edge,
       bool has_one_token) const {
-    const uint32_t keys = shared_address(tile_memory);
-    const uint32_t values = keys + TILE::kKeys * TILE::kRowBytes;
     const bool is_plain = !is_edge && !(problem_.softcap > 0.0f || problem_.slopes.data);
     Scores<TILE> scores;
-    multiply_keys<TILE>(scores, query, keys, place);
+    multiply_keys<TILE>(scores, query, keys);
 #pragma unroll
     for (int tile = 0; tile < TILE::kKeys / 16; ++tile) {
 #pragma unroll
-      for (int column = 0; column < TILE::kColumns; ++column) {
+      for (int right = 0; right < TILE::kRights; ++right) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[tile][column][i] *= scales[column][i % 2];
+        for (int i = 0; i < 4; ++i) scores[tile][right][i] *= scales[TILE::row_of_element(i)];
       }
     }
-    if (__builtin_expect(!is_plain, false)) finish_scores(scores, start, loaded);
+    if (__builtin_expect(!is_plain, false)) finish_scores(scores, start, shared_.loader.loaded[stage]);
     state.take(scores, is_plain);
-    if (__builtin_expect(!is_edge || has_one_token, true)) {
-      multiply_values<TILE, false>(state.sums, scores, values, place);
-      return;
-    }
-    const bool dropped = multiply_values<TILE, true>(state.sums, scores, values, place);
-    if (!__any_sync(0xFFFFFFFF, dropped)) return;
-    uint32_t seen[TILE::kColumns][2];
-#pragma unroll
-    for (int column = 0; column < TILE::kColumns; ++column) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        seen[column][i] = loaded & keys_of(shared_.terms[row_of_lane(column, i)].seen, start);
-      }
-    }
-    add_nonfinite_values<TILE>(state.sums, tile_memory + TILE::kKeys * TILE::kRowBytes, seen);
+    if (__builtin_expect(is_edge && !has_one_token, false)) set_nonfinite_apart(state, stage, start);
+    multiply_values<TILE>(state.sums, scores, values);
   }
 
-  __device__ static int row_of_lane(int column, int i) {
-    return column * 8 + 2 * (static_cast<int>(threadIdx.x) % 4) + i;
+  // Where rows see different keys, a weight of 0 would not hide NaN and infinities from a row that does not
+  // see them: adds them to the rows that do, and leaves zeros in their place.
+  __device__ void set_nonfinite_apart(WarpState<TILE>& state, int stage, int start) const {
+    char* const values = stages_ + stage * TILE::kStageBytes + TILE::kKeys * TILE::kRowBytes;
+    if (!__any_sync(0xFFFFFFFF, finds_nonfinite<TILE>(values))) return;
+    const int lane = lane_here();
+    uint32_t seen[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      seen[i] = shared_.loader.loaded[stage] &
+                keys_of(shared_.terms[TILE::row_of_lane(lane, i)].seen, start);
+    }
+    add_nonfinite_values<TILE>(state.sums, values, seen);
+    __syncwarp();  // all have read them
+    drop_nonfinite_values<TILE>(values);
+    __syncwarp();
   }
 
   // The rest of what makes a score, and minus infinity where a row does not see a key.
   __device__ void finish_scores(Scores<TILE>& scores, int start, uint32_t loaded) const {
+    const int lane = lane_here();
 #pragma unroll
-    for (int column = 0; column < TILE::kColumns; ++column) {
+    for (int row = 0; row < 2; ++row) {
+      const RowTerms terms = shared_.terms[TILE::row_of_lane(lane, row)];
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const RowTerms terms = shared_.terms[row_of_lane(column, row)];
+      for (int tile = 0; tile < TILE::kKeys / 16; ++tile) {
 #pragma unroll
-        for (int tile = 0; tile < TILE::kKeys / 16; ++tile) {
+        for (int right = 0; right < TILE::kRights; ++right) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int key = tile * 16 + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half;
+          for (int i = 0; i < 4; ++i) {
+            if (TILE::row_of_element(i) != row) continue;
+            const int key = tile * 16 + TILE::key_of_element(lane, right, i);
             const int position = start + key;
             const bool is_seen = (loaded >> key & 1) && position >= terms.seen.lower &&
                                  position < terms.seen.upper;
-            float& score = scores[tile][column][2 * half + row];
+            float& score = scores[tile][right][i];
             score = is_seen ? finish_score(problem_, terms, score, position) : -INFINITY;
           }
         }

@@ -45,7 +45,11 @@ class WarpLoader {
         value_(nullptr),
         entry_{-1, 0, 0},
         stage_(TILE::kStages - 1),
+        whole_(0),
         byte_(static_cast<int>(threadIdx.x) % kPacks * 16),
+        place_(kept(
+            shared_address(stages) +
+            swizzled<TILE::kRowBytes>(static_cast<int>(threadIdx.x) % 32 / kPacks, byte_))),
         stages_(stages),
         shared_(shared) {
     if (threadIdx.x % 32 == 0) shared.walk = walk;
@@ -53,6 +57,7 @@ class WarpLoader {
 
   // Starts the copies of the tile that was looked up, and looks up the next one.
   __device__ void advance() {
+    whole_ <<= 1;
     if (has_tile_) issue();
     commit_copies();
     stage_ = stage_ == TILE::kStages - 1 ? 0 : stage_ + 1;
@@ -61,6 +66,8 @@ class WarpLoader {
 
   // How many segments were looked up.
   __device__ int works() const { return works_; }
+  // Whether all keys of the tile that is read now were loaded.
+  __device__ bool is_whole() const { return whole_ >> (TILE::kStages - 1) & 1; }
 
  private:
   // The place of this lane's position of a tile. What the table says is not looked at before it is used:
@@ -119,7 +126,7 @@ class WarpLoader {
 
   // Brings the segment's query rows nearer, two lanes for each.
   __device__ void fetch_query(const Work& work) const {
-    const int lane = threadIdx.x % 32;
+    const int lane = lane_here();
     const ItemHeads heads(problem_, work.segment.item, work.segment.kv_head);
     const RowPlace place(problem_, work.sequence, heads.first, heads.count, lane / 2);
     if (!place.exists) return;
@@ -135,11 +142,13 @@ class WarpLoader {
     const uint32_t loaded =
         __ballot_sync(0xFFFFFFFF, entry_.is_in(problem_.num_blocks)) & kAllKeys;
     if (threadIdx.x % 32 == 0) shared_.loaded[stage_] = loaded;
+    whole_ |= loaded == kAllKeys ? 1 : 0;
+    if (__builtin_expect(problem_.tiles_have_one_block && loaded == kAllKeys, true)) {
+      copy_rows_of_one_block(place_ + stage_ * TILE::kStageBytes);
+      return;
+    }
     char* const target = stages_ + stage_ * TILE::kStageBytes;
-    const bool has_one_block = problem_.tiles_have_one_block && loaded == kAllKeys;
-    if (__builtin_expect(has_one_block && problem_.rows_are_aligned, true)) {
-      copy_rows_of_one_block(target);
-    } else if (problem_.rows_are_aligned) {
+    if (problem_.rows_are_aligned) {
       copy_rows(target, loaded);
     } else {
       copy_elements(target, loaded);
@@ -150,27 +159,29 @@ class WarpLoader {
     return block * rows.block_stride + offset * rows.offset_stride;
   }
 
-  __device__ void copy_rows_of_one_block(char* target) const {
+  // To this lane's place in the first row. All its rows are a few multiplications away from their block.
+  __device__ void copy_rows_of_one_block(uint32_t target) const {
     constexpr int kRowsOfPass = 32 / kPacks;
-    const int lane = threadIdx.x % 32, row = lane / kPacks;
-    const int offset = entry_.offset + row - lane % TILE::kKeys;
+    const int lane = threadIdx.x % 32;
+    const uint32_t offset = entry_.offset + lane / kPacks - lane % TILE::kKeys;
+    const char* const key = key_ + near_place_of(problem_.keys, entry_.block, offset);
+    const char* const value = value_ + near_place_of(problem_.values, entry_.block, offset);
     const bool reads_key = byte_ < problem_.keys.row_bytes;
     const bool reads_value = byte_ < problem_.values.row_bytes;
-    const char* key = key_ + place_of(problem_.keys, entry_.block, offset);
-    const char* value = value_ + place_of(problem_.values, entry_.block, offset);
-    if (!reads_key) key = problem_.keys.data;
-    if (!reads_value) value = problem_.values.data;
-    const int64_t key_step = reads_key ? kRowsOfPass * problem_.keys.offset_stride : 0;
-    const int64_t value_step = reads_value ? kRowsOfPass * problem_.values.offset_stride : 0;
-    const uint32_t keys = shared_address(target), values = keys + TILE::kKeys * TILE::kRowBytes;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const uint32_t place = swizzled<TILE::kRowBytes>(pass * kRowsOfPass + row, byte_);
-      copy_async(keys + place, key, reads_key);
-      copy_async(values + place, value, reads_value);
-      key += key_step;
-      value += value_step;
+      const uint32_t place = moved<TILE::kRowBytes>(target, pass * kRowsOfPass, 0);
+      copy_async(place, key + near_place_of(problem_.keys, 0, pass * kRowsOfPass), reads_key);
+      copy_async(
+          place + TILE::kKeys * TILE::kRowBytes,
+          value + near_place_of(problem_.values, 0, pass * kRowsOfPass), reads_value);
     }
+  }
+
+  // The same as place_of with strides of 32 bits.
+  __device__ static uint64_t near_place_of(const PoolRows& rows, uint32_t block, uint32_t offset) {
+    return static_cast<uint64_t>(block) * static_cast<uint32_t>(rows.block_stride) +
+           static_cast<uint64_t>(offset) * static_cast<uint32_t>(rows.offset_stride);
   }
 
   // This lane's pieces of the rows of a pass, null where they are not loaded.
@@ -221,14 +232,10 @@ class WarpLoader {
   __device__ static void copy_piece(char* target, const char* source) {
     using Bits = typename TILE::Pool::Bits;
     constexpr int kElements = 16 / sizeof(Bits);
-    Bits elements[kElements] = {};
-    if (source) {
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) elements[i] = reinterpret_cast<const Bits*>(source)[i];
+#pragma unroll 4
+    for (int i = 0; i < kElements; ++i) {
+      reinterpret_cast<Bits*>(target)[i] = source ? reinterpret_cast<const Bits*>(source)[i] : Bits{0};
     }
-    uint4 piece;
-    memcpy(&piece, elements, sizeof piece);
-    *reinterpret_cast<uint4*>(target) = piece;
   }
 
   const DecodeProblem& problem_;
@@ -241,8 +248,10 @@ class WarpLoader {
   const int32_t* row_;        // of the table
   const char *key_, *value_;  // this lane's piece of the segment's head, in the first block
   Entry entry_;
-  int stage_;  // where the tile of the entry goes
-  int byte_;   // this lane's piece of a row
+  int stage_;       // where the tile of the entry goes
+  uint32_t whole_;  // a bit for each of the last tiles: all its keys were loaded
+  int byte_;        // this lane's piece of a row
+  uint32_t place_;  // of this lane's first piece in the first stage
   char* stages_;
   Shared& shared_;
 };

@@ -50,7 +50,7 @@ struct DecodeProblem {
 
   PoolRows keys, values;
   bool rows_are_aligned;       // all rows of both pools start at multiples of 16 bytes
-  bool tiles_have_one_block;   // the positions of a tile lie in one block
+  bool tiles_have_one_block;   // aligned rows, and those of a tile lie in one block, with strides of 32 bits
   const char* table;
   int64_t table_stride;  // in bytes
   bool table_is_wide;

@@ -1,4 +1,4 @@
-// The query rows of an item, as right matrices in registers.
+// The query rows of an item, as left or right matrices in registers.
 
 #pragma once
 
@@ -17,15 +17,16 @@ __device__ inline uint32_t load_pair(const char* source, bool is_aligned) {
 template <class TILE>
 struct WarpQuery {
   static constexpr int kSteps = TILE::kDim / 16;
-  uint32_t pairs[kSteps][TILE::kColumns][2];
+  static constexpr int kColumns = TILE::kRights;  // of 8 rows
+  uint32_t pairs[kSteps][2 * kColumns];  // each half of 16 elements, of each column
 
   // Loads the rows that exist, zeros for others; leaves in terms[row].scale what a row was divided by.
   __device__ void load(
       const DecodeProblem& problem, const Sequence& sequence, int first_head, int heads,
       RowTerms* terms) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int lane = lane_here(), g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int column = 0; column < TILE::kColumns; ++column) {
+    for (int column = 0; column < kColumns; ++column) {
       const int token = problem.token_of_row(column * 8 + g);
       const int head = column * 8 + g - token * problem.heads_of_tile;
       const bool is_row = token < sequence.query_length && head < heads;
@@ -40,7 +41,7 @@ struct WarpQuery {
       }
     }
 #pragma unroll
-    for (int column = 0; column < TILE::kColumns; ++column) {
+    for (int column = 0; column < kColumns; ++column) {
       float scale = 1.0f;
       if (TILE::Pool::kIsFp8 && problem.query_is_bfloat16) scale = make_halves(column);
       if (t == 0) terms[column * 8 + g].scale = scale;
@@ -55,7 +56,7 @@ struct WarpQuery {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int element = step * 16 + TILE::Pool::query_element(t, half);
-        pairs[step][column][half] =
+        pairs[step][half * kColumns + column] =
             element < elements ? load_pair(source + element * 2, IS_ALIGNED) : 0;
       }
     }
@@ -69,7 +70,7 @@ struct WarpQuery {
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t pair = pairs[step][column][half];
+        const uint32_t pair = pairs[step][half * kColumns + column];
         largest = max(largest, max(pair & 0x7FFF, pair >> 16 & 0x7FFF));
       }
     }
@@ -82,7 +83,7 @@ struct WarpQuery {
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint32_t& pair = pairs[step][column][half];
+        uint32_t& pair = pairs[step][half * kColumns + column];
         const float low = BFloat16Math::to_float(pair & 0xFFFF);
         const float high = BFloat16Math::to_float(pair >> 16);
         pair = HalfMath::pair(low * factor, high * factor);

@@ -1,8 +1,10 @@
 // The pieces that decode attention is made of: copies into shared memory, fragments of the matrix
 // units (m16n8k16), and how rows of each pool become them.
 //
-// Keys and values are the left matrices, 16 keys or 16 columns of values at a time, and query rows the
-// columns of the right one, 8 at a time: a group of 4 or 8 query heads wastes little of that.
+// Up to 8 query rows are the columns of the right matrix, and keys and values the left ones, 16 keys or 16
+// columns of values at a time: a group of 4 or 8 query heads wastes little of that. More rows are the left
+// matrix, and keys and values the right ones, 8 at a time: the weights then lie as the next product takes
+// them, and four lanes have a row, not eight. Either way an element is the same sum in the same order.
 //
 // Products sum over the head's elements, so their order is free: fp8 keys are taken four bytes a lane,
 // and the query's elements to match. fp8 values are transposed in pairs of bytes, so rows g and g + 8
@@ -22,6 +24,21 @@ namespace torch_pagedkv {
 
 __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// A number that the compiler keeps in a register: it would make an address anew wherever it is needed.
+__device__ inline uint32_t kept(uint32_t number) {
+  uint32_t result;
+  asm volatile("mov.b32 %0, %1;" : "=r"(result) : "r"(number));
+  return result;
+}
+
+// This lane's number where the compiler does not know it: what follows from it is made where it is needed,
+// and takes no register before.
+__device__ inline int lane_here() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
 }
 
 // Copies 16 bytes, or writes 16 zeros and reads nothing.
@@ -45,6 +62,15 @@ __host__ __device__ inline uint32_t swizzled(int row, int byte) {
   static_assert(ROW_BYTES == 64 || ROW_BYTES == 128 || ROW_BYTES == 256 || ROW_BYTES == 512);
   const uint32_t address = row * ROW_BYTES + byte;
   return address ^ (((address >> kShift) & 7) << 4);
+}
+
+// The address of what lies so many rows and bytes after another place, whose row and byte have none of
+// their bits: each bit moves a place by itself. Of constants it is an exclusive or with one of few numbers,
+// and an offset.
+template <int ROW_BYTES>
+__host__ __device__ inline uint32_t moved(uint32_t address, int rows, int bytes) {
+  const uint32_t way = swizzled<ROW_BYTES>(rows, bytes);
+  return (address ^ (way & 0x7F)) + (way & ~0x7Fu);
 }
 
 __device__ inline void load_matrices(uint32_t (&tile)[4], uint32_t address) {
@@ -131,14 +157,22 @@ struct E4M3Bytes {
   }
   // Bytes 0 and 1, and 2 and 3: neighbours of a row.
   __device__ static void rows(uint32_t bytes, uint32_t& first, uint32_t& second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    // In one piece, so that the upper half needs no shift.
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+        "}" : "=r"(first), "=r"(second) : "r"(bytes));
+#else
     first = decode(bytes);
     second = decode(bytes >> 16);
+#endif
   }
   // Bytes 0 and 2, and 1 and 3: even and odd columns of two rows.
   __device__ static void columns(uint32_t bytes, uint32_t& even, uint32_t& odd) {
-    const uint32_t sorted = __byte_perm(bytes, 0, 0x3120);
-    even = decode(sorted);
-    odd = decode(sorted >> 16);
+    rows(__byte_perm(bytes, 0, 0x3120), even, odd);
   }
 };
 
@@ -157,6 +191,16 @@ struct E5M2Bytes {
   }
 };
 
+// Zeros in place of NaN and infinities in a pair; whether there were any.
+template <class MATH>
+__device__ inline bool drop_nonfinite(uint32_t& pair) {
+  const uint32_t exponents = pair & MATH::kExponent;
+  const bool low = (exponents & 0xFFFF) == (MATH::kExponent & 0xFFFF);
+  const bool high = exponents >> 16 == MATH::kExponent >> 16;
+  pair &= (low ? 0u : 0x0000FFFFu) | (high ? 0u : 0xFFFF0000u);
+  return low || high;
+}
+
 // A pool of 16-bit floats, multiplied as they are. One load of four matrices holds 16 rows x 16 elements.
 template <class MATH>
 struct FloatPool {
@@ -166,13 +210,6 @@ struct FloatPool {
   static constexpr int kElementBytes = 2;
   static constexpr int kTilesOfLoad = 1;  // of 16 elements of keys, or of 16 columns of values
 
-  __device__ static void key_tiles(const uint32_t (&loaded)[4], uint32_t (&tiles)[1][4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) tiles[0][i] = loaded[i];
-  }
-  __device__ static void value_tiles(const uint32_t (&loaded)[4], uint32_t (&tiles)[1][4]) {
-    key_tiles(loaded, tiles);
-  }
   // The column of values that row g (half 0) or g + 8 (half 1) of tile `tile` is.
   __host__ __device__ static int column(int tile, int g, int half) { return tile * 16 + g + 8 * half; }
   // The first of the two adjacent elements of 16 that lane t of four multiplies first or second.
@@ -180,6 +217,7 @@ struct FloatPool {
   __device__ static float element(const char* row, int index) {
     return Math::to_float(reinterpret_cast<const uint16_t*>(row)[index]);
   }
+  __device__ static bool has_nonfinite(uint32_t pair) { return drop_nonfinite<Math>(pair); }
 };
 
 // A pool of fp8, converted to float16. One load of four matrices holds 16 rows x 32 elements.
@@ -210,6 +248,11 @@ struct Fp8Pool {
   __device__ static float element(const char* row, int index) {
     return Math::to_float(BYTES::decode(static_cast<uint8_t>(row[index])));
   }
+  __device__ static bool has_nonfinite(uint32_t bytes) {
+    uint32_t first, second;
+    BYTES::rows(bytes, first, second);
+    return drop_nonfinite<Math>(first) | drop_nonfinite<Math>(second);
+  }
 };
 
 using BFloat16Pool = FloatPool<BFloat16Math>;
@@ -224,7 +267,9 @@ struct DecodeTile {
   using Pool = POOL;
   static constexpr int kDim = DIM;
   static constexpr int kRows = ROWS;         // of queries
-  static constexpr int kColumns = ROWS / 8;  // tiles of 8 query rows
+  // 8 query rows are the right matrix of a product, 16 the left one.
+  static constexpr bool kRowsAreLeft = ROWS == 16;
+  static constexpr int kRights = ROWS / 8;  // right matrices of 16 keys, or 16 columns of values, with all rows
   static constexpr int kKeys = KEYS;
   static constexpr int kStages = STAGES;
   static constexpr int kWarps = WARPS;  // of a CTA at most, each with tiles of its own
@@ -235,6 +280,31 @@ struct DecodeTile {
   static constexpr int kWarpBytes = STAGES * kStageBytes;
   static_assert(ROWS == 8 || ROWS == 16);
   static_assert(KEYS == 16 || KEYS == 32);
+
+  // Of a product a lane holds four elements of each right matrix, of two query rows. Which of the two:
+  __host__ __device__ static constexpr int row_of_element(int i) { return kRowsAreLeft ? i / 2 : i % 2; }
+  // Their numbers, the key of an element, and the column of values.
+  __host__ __device__ static int row_of_lane(int lane, int row) {
+    return kRowsAreLeft ? lane / 4 + 8 * row : 2 * (lane % 4) + row;
+  }
+  __host__ __device__ static int key_of_element(int lane, int right, int i) {
+    return kRowsAreLeft ? 8 * right + 2 * (lane % 4) + i % 2 : lane / 4 + 8 * (i / 2);
+  }
+  __host__ __device__ static int column_of_element(int lane, int tile, int right, int i) {
+    return kRowsAreLeft ? POOL::column(tile, 2 * (lane % 4) + i % 2, right)
+                        : POOL::column(tile, lane / 4, i / 2);
+  }
+  // Where matrix i of a left one lies in a load of 16-bit elements: right matrices lie side by side.
+  __host__ __device__ static constexpr int place_in_load(int i) {
+    return kRowsAreLeft ? i / 2 + i % 2 * 2 : i;
+  }
+  // Lanes with the same rows differ in these bits of their number.
+  static constexpr int kFirstOfSameRows = kRowsAreLeft ? 1 : 4;
+  static constexpr int kPastSameRows = kRowsAreLeft ? 4 : 32;
+  __host__ __device__ static bool is_first_of_same_rows(int lane) {
+    return lane % kPastSameRows / kFirstOfSameRows == 0;
+  }
+
   // The results of 8 rows at a time take the memory of the stage that the warp read last.
   static_assert(8 * DIM * 4 <= kStageBytes);
   // Where an element of them lies, in floats: rows that are written at once fall into different banks.

@@ -158,12 +158,19 @@ int joining_groups(const DecodeProblem& problem, int64_t items, int64_t num_spli
   return groups;
 }
 
+// Whether 32 bits hold the strides of blocks and of their rows.
+bool is_near(const PoolRows& rows) {
+  return std::max(rows.block_stride, rows.offset_stride) <= UINT32_MAX;
+}
+
 // `overlaps`: with the launch before, whose rows are others.
 void launch(
     DecodeProblem problem, const DecodeVariant& variant, int32_t device, int64_t num_splits,
     bool overlaps) {
   const int64_t items = static_cast<int64_t>(problem.num_sequences) * problem.items_of_sequence();
-  problem.tiles_have_one_block = problem.block_size % variant.tile == 0;
+  problem.tiles_have_one_block = problem.block_size % variant.tile == 0 &&
+                                 problem.rows_are_aligned && is_near(problem.keys) &&
+                                 is_near(problem.values);
   problem.least_tiles = std::max(1, kLeastPositionsOfPart / variant.tile);
   problem.form_teams();
   const int most_of_cta = warps_on(device, variant);

@@ -61,7 +61,7 @@ uint32_t bytes_of(uint32_t word, int first, int second) {
 template <class TILE>
 struct Trial {
   using Pool = typename TILE::Pool;
-  static constexpr int kDim = TILE::kDim, kKeys = TILE::kKeys;
+  static constexpr int kDim = TILE::kDim, kKeys = TILE::kKeys, kRights = TILE::kRights;
   int query[16][kDim], keys[kKeys][kDim], values[kKeys][kDim], weights[16][kKeys];
   std::vector<uint8_t> key_memory, value_memory;
   long wrong = 0;
@@ -93,22 +93,20 @@ struct Trial {
       for (int matrix = 0; matrix < 4; ++matrix) {
         std::set<uint32_t> banks;
         for (int row = 0; row < 8; ++row) {
-          const LanePlace lane(matrix * 8 + row);
-          const uint32_t place = lane_of ? swizzled<TILE::kRowBytes>(lane.value_row, lane.value_byte)
-                                         : swizzled<TILE::kRowBytes>(lane.key_row, lane.key_byte);
-          banks.insert(place % 128 / 16);
+          const LanePlace<TILE> lane(matrix * 8 + row);
+          banks.insert((lane_of ? lane.value : lane.key) % 128 / 16);
         }
         wrong += banks.size() != 8;
       }
     }
   }
 
-  // A load of four matrices as tiles of a left matrix, as the pools take it apart.
+  // A load of four matrices as tiles of a left matrix, as the kernel takes it apart.
   static void key_tile(const uint32_t (&loaded)[32][4], int i, uint32_t (&tile)[32][4]) {
     for (int lane = 0; lane < 32; ++lane) {
       for (int j = 0; j < 4; ++j) {
-        const uint32_t word = Pool::kIsFp8 ? loaded[lane][2 * i + j % 2] : loaded[lane][j];
-        tile[lane][j] = Pool::kIsFp8 ? bytes_of(word, j / 2 * 2, j / 2 * 2 + 1) : word;
+        const uint32_t byte_pair = bytes_of(loaded[lane][2 * i + j % 2], j / 2 * 2, j / 2 * 2 + 1);
+        tile[lane][j] = Pool::kIsFp8 ? byte_pair : loaded[lane][TILE::place_in_load(j)];
       }
     }
   }
@@ -116,99 +114,115 @@ struct Trial {
   static void value_tile(const uint32_t (&loaded)[32][4], int i, uint32_t (&tile)[32][4]) {
     for (int lane = 0; lane < 32; ++lane) {
       for (int j = 0; j < 4; ++j) {
-        const uint32_t word = Pool::kIsFp8 ? loaded[lane][i + j / 2 * 2] : loaded[lane][j];
-        tile[lane][j] = Pool::kIsFp8 ? bytes_of(word, j % 2, 2 + j % 2) : word;
+        const uint32_t byte_pair = bytes_of(loaded[lane][i + j / 2 * 2], j % 2, 2 + j % 2);
+        tile[lane][j] = Pool::kIsFp8 ? byte_pair : loaded[lane][TILE::place_in_load(j)];
       }
+    }
+  }
+
+  // The 16 keys or columns of a tile by rows, which are the left matrix or the right one.
+  static void multiply_tile_of_warp(
+      float (&sums)[kRights][32][4], const uint32_t (&tile)[32][4],
+      const uint32_t (&rows)[32][2 * kRights]) {
+    for (int right = 0; right < kRights; ++right) {
+      uint32_t left_matrix[32][4], right_matrix[32][2];
+      for (int lane = 0; lane < 32; ++lane) {
+        for (int j = 0; j < 4; ++j) left_matrix[lane][j] = TILE::kRowsAreLeft ? rows[lane][j] : tile[lane][j];
+        for (int j = 0; j < 2; ++j) {
+          right_matrix[lane][j] = TILE::kRowsAreLeft ? tile[lane][right + 2 * j] : rows[lane][j];
+        }
+      }
+      multiply_of_warp(sums[right], left_matrix, right_matrix);
     }
   }
 
   void check_scores() {
     constexpr int kOfLoad = Pool::kTilesOfLoad;
-    float scores[kKeys / 16][2][32][4] = {};
+    static float scores[kKeys / 16][kRights][32][4];
+    std::memset(scores, 0, sizeof scores);
     for (int step = 0; step < kDim / 16; ++step) {
-      for (int column = 0; column < 2; ++column) {
-        uint32_t place[32], loaded[32][4], rows[32][2];
-        for (int lane = 0; lane < 32; ++lane) {
+      uint32_t place[32], loaded[32][4], rows[32][2 * kRights];
+      for (int lane = 0; lane < 32; ++lane) {
+        for (int column = 0; column < kRights; ++column) {
           for (int half = 0; half < 2; ++half) {
             const int element = step * 16 + Pool::query_element(lane % 4, half);
             const int* const row = query[column * 8 + lane / 4];
-            rows[lane][half] = pair_of(row[element], row[element + 1]);
+            rows[lane][half * kRights + column] = pair_of(row[element], row[element + 1]);
           }
         }
-        for (int tile = 0; tile < kKeys / 16; ++tile) {
-          for (int lane = 0; lane < 32; ++lane) {
-            const LanePlace at(lane);
-            const int byte = step / kOfLoad * 32 + at.key_byte;
-            place[lane] = swizzled<TILE::kRowBytes>(tile * 16 + at.key_row, byte);
-          }
-          uint32_t of_keys[32][4];
-          load_matrices_of_warp(key_memory, place, false, loaded);
-          key_tile(loaded, step % kOfLoad, of_keys);
-          multiply_of_warp(scores[tile][column], of_keys, rows);
+      }
+      for (int tile = 0; tile < kKeys / 16; ++tile) {
+        for (int lane = 0; lane < 32; ++lane) {
+          place[lane] = moved<TILE::kRowBytes>(LanePlace<TILE>(lane).key, tile * 16, step / kOfLoad * 32);
         }
+        uint32_t of_keys[32][4];
+        load_matrices_of_warp(key_memory, place, false, loaded);
+        key_tile(loaded, step % kOfLoad, of_keys);
+        multiply_tile_of_warp(scores[tile], of_keys, rows);
       }
     }
     for (int tile = 0; tile < kKeys / 16; ++tile) {
-      for (int column = 0; column < 2; ++column) {
+      for (int right = 0; right < kRights; ++right) {
         for (int lane = 0; lane < 32; ++lane) {
           for (int i = 0; i < 4; ++i) {
-            const int key = tile * 16 + lane / 4 + i / 2 * 8, row = column * 8 + 2 * (lane % 4) + i % 2;
+            const int key = tile * 16 + TILE::key_of_element(lane, right, i);
+            const int row = TILE::row_of_lane(lane, TILE::row_of_element(i));
             int sum = 0;
             for (int element = 0; element < kDim; ++element) sum += query[row][element] * keys[key][element];
-            wrong += scores[tile][column][lane][i] != static_cast<float>(sum);
+            wrong += scores[tile][right][lane][i] != static_cast<float>(sum);
           }
         }
       }
     }
   }
 
-  // The weights start where the products of keys leave them: keys along the lanes.
+  // The weights start where the products of keys leave them.
   void check_values() {
     constexpr int kOfLoad = Pool::kTilesOfLoad;
-    float sums[kDim / 16][2][32][4] = {};
+    static float sums[kDim / 16][kRights][32][4];
+    std::memset(sums, 0, sizeof sums);
     for (int step = 0; step < kKeys / 16; ++step) {
-      uint32_t rows[2][32][2], place[32], loaded[32][4];
-      for (int column = 0; column < 2; ++column) {
-        for (int half = 0; half < 2; ++half) {
-          int matrix[8][8];  // [key][row], transposed by movmatrix
-          for (int key = 0; key < 8; ++key) {
-            for (int row = 0; row < 8; ++row) {
-              matrix[key][row] = weights[column * 8 + row][step * 16 + half * 8 + key];
-            }
-          }
-          for (int lane = 0; lane < 32; ++lane) {
-            const int key = 2 * (lane % 4), row = lane / 4;
-            rows[column][lane][half] = pair_of(matrix[key][row], matrix[key + 1][row]);
+      uint32_t rows[32][2 * kRights], place[32], loaded[32][4];
+      for (int lane = 0; lane < 32; ++lane) {
+        const auto weight = [&](int right, int i) {
+          const int row = TILE::row_of_lane(lane, TILE::row_of_element(i));
+          return weights[row][step * 16 + TILE::key_of_element(lane, right, i)];
+        };
+        for (int j = 0; j < 2 * kRights; ++j) {
+          if (TILE::kRowsAreLeft) {
+            rows[lane][j] = pair_of(weight(j / 2, j % 2 * 2), weight(j / 2, j % 2 * 2 + 1));
+          } else {  // transposed by movmatrix: keys along the lanes become keys within a lane
+            const int key = step * 16 + j * 8 + 2 * (lane % 4);
+            rows[lane][j] = pair_of(weights[lane / 4][key], weights[lane / 4][key + 1]);
           }
         }
       }
       for (int tile = 0; tile < kDim / 16; ++tile) {
         for (int lane = 0; lane < 32; ++lane) {
-          const LanePlace at(lane);
-          const int byte = tile / kOfLoad * 32 + at.value_byte;
-          place[lane] = swizzled<TILE::kRowBytes>(step * 16 + at.value_row, byte);
+          place[lane] = moved<TILE::kRowBytes>(LanePlace<TILE>(lane).value, step * 16, tile / kOfLoad * 32);
         }
         uint32_t of_values[32][4];
         load_matrices_of_warp(value_memory, place, true, loaded);
         value_tile(loaded, tile % kOfLoad, of_values);
-        for (int column = 0; column < 2; ++column) multiply_of_warp(sums[tile][column], of_values, rows[column]);
+        multiply_tile_of_warp(sums[tile], of_values, rows);
       }
     }
     for (int tile = 0; tile < kDim / 16; ++tile) {
-      for (int column = 0; column < 2; ++column) {
+      for (int right = 0; right < kRights; ++right) {
         for (int lane = 0; lane < 32; ++lane) {
           for (int i = 0; i < 4; ++i) {
-            const int row = column * 8 + 2 * (lane % 4) + i % 2, of = Pool::column(tile, lane / 4, i / 2);
+            const int row = TILE::row_of_lane(lane, TILE::row_of_element(i));
+            const int of = TILE::column_of_element(lane, tile, right, i);
             int sum = 0;
             for (int key = 0; key < kKeys; ++key) sum += weights[row][key] * values[key][of];
-            wrong += sums[tile][column][lane][i] != static_cast<float>(sum);
+            wrong += sums[tile][right][lane][i] != static_cast<float>(sum);
           }
         }
       }
     }
   }
 
-  // Lanes that write at once fall into different banks, and no two elements into one place.
+  // No two elements fall into one place, and few lanes that write at once into one bank.
   void check_results() {
     std::set<int> places;
     for (int row = 0; row < 8; ++row) {
@@ -216,10 +230,12 @@ struct Trial {
     }
     wrong += static_cast<long>(places.size()) != 8 * kDim || *places.rbegin() >= 8 * kDim;
     std::set<int> banks;
-    for (int lane = 0; lane < 32 && !Pool::kIsFp8; ++lane) {
-      banks.insert(TILE::result_place(2 * (lane % 4), Pool::column(0, lane / 4, 0)) % 32);
+    const bool has_own_banks = !Pool::kIsFp8 && !TILE::kRowsAreLeft;
+    for (int lane = 0; lane < 32; ++lane) {
+      const int row = TILE::row_of_lane(lane, 0), column = TILE::column_of_element(lane, 0, 0, 0);
+      banks.insert(TILE::result_place(row, column) % 32);
     }
-    wrong += !Pool::kIsFp8 && banks.size() != 32;
+    wrong += has_own_banks && banks.size() != 32;
   }
 };
 
@@ -233,13 +249,17 @@ long check(std::mt19937& random) {
   return trial.wrong;
 }
 
+template <int ROWS>
+long check_all(std::mt19937& random) {
+  return check<DecodeTile<BFloat16Pool, 64, ROWS, 16, 3, 8, 2>>(random) +
+         check<DecodeTile<BFloat16Pool, 128, ROWS, 16, 3, 8, 1>>(random) +
+         check<DecodeTile<BFloat16Pool, 256, ROWS, 16, 3, 4, 1>>(random) +
+         check<DecodeTile<E4M3Pool, 64, ROWS, 32, 3, 8, 2>>(random) +
+         check<DecodeTile<E4M3Pool, 128, ROWS, 16, 3, 8, 2>>(random) +
+         check<DecodeTile<E4M3Pool, 256, ROWS, 16, 3, 8, 1>>(random);
+}
+
 int main() {
   std::mt19937 random(0);
-  long wrong = check<DecodeTile<BFloat16Pool, 64, 16, 16, 3, 8, 2>>(random);
-  wrong += check<DecodeTile<BFloat16Pool, 128, 16, 16, 3, 8, 1>>(random);
-  wrong += check<DecodeTile<BFloat16Pool, 256, 16, 16, 3, 4, 1>>(random);
-  wrong += check<DecodeTile<E4M3Pool, 64, 16, 32, 3, 8, 2>>(random);
-  wrong += check<DecodeTile<E4M3Pool, 128, 16, 16, 3, 8, 2>>(random);
-  wrong += check<DecodeTile<E4M3Pool, 256, 16, 16, 3, 8, 1>>(random);
-  std::printf("%ld\n", wrong);
+  std::printf("%ld\n", check_all<8>(random) + check_all<16>(random));
 }
