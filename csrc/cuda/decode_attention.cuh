@@ -301,8 +301,7 @@ __global__ void __launch_bounds__(TILE::kThreads, TILE::kCtas)
     }
   }
   write_padding(problem);
-  // What comes after this launch also comes after prefill attention, if that was launched before it.
-  await_dependency();
+  if (blockIdx.x == 0 && threadIdx.x == 0 && problem.prefill_counter != nullptr) *problem.prefill_counter = 0;
 }
 
 }  // namespace torch_pagedkv

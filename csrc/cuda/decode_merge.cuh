@@ -153,6 +153,7 @@ template <int TILE>
 __global__ void __launch_bounds__(kMergeThreads, 6)
     merge_parts(const __grid_constant__ DecodeProblem problem) {
   __shared__ RowColumns of_warps[kMergeThreads / 32][kLanesOfJoin];
+  allow_dependents();
   const int items = problem.items_of_sequence(), groups = problem.joining_groups;
   const int index = static_cast<int>(blockIdx.x) / items;
   const int item = static_cast<int>(blockIdx.x) - index * items;

@@ -78,6 +78,8 @@ struct DecodeProblem {
   // Of one item, before each sequence, then of all: written by the first launch where it is not null.
   int64_t* tiles_before;
   int joining_groups;     // of lanes, that share the parts of the same columns
+  // Of items that prefill attention takes, which is launched after and finds 0 here; null: it is not launched.
+  unsigned long long* prefill_counter;
 
   // From `group` on.
   void cut_heads() {
@@ -123,7 +125,7 @@ struct DecodeVariant {
   int cta_bytes;     // of shared memory besides
   cudaError_t (*request_memory)(int32_t device, int warps);  // before the first launch on it
   cudaError_t (*attend)(
-      const DecodeProblem& problem, int64_t ctas, int warps, bool overlaps, cudaStream_t stream);
+      const DecodeProblem& problem, int64_t ctas, int warps, cudaStream_t stream);
   cudaError_t (*merge)(
       const DecodeProblem& problem, int64_t items, bool overlaps, cudaStream_t stream);
 };

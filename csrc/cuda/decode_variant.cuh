@@ -11,10 +11,10 @@ namespace torch_pagedkv {
 
 template <class TILE>
 cudaError_t launch_attend(
-    const DecodeProblem& problem, int64_t ctas, int warps, bool overlaps, cudaStream_t stream) {
+    const DecodeProblem& problem, int64_t ctas, int warps, cudaStream_t stream) {
   return launch_dependent(
       decode_attention<TILE>, dim3(static_cast<unsigned>(ctas)), 32 * warps, warps * TILE::kWarpBytes,
-      overlaps, stream, problem);
+      false, stream, problem);
 }
 
 template <class TILE>

@@ -163,10 +163,8 @@ bool is_near(const PoolRows& rows) {
   return std::max(rows.block_stride, rows.offset_stride) <= UINT32_MAX;
 }
 
-// `overlaps`: with the launch before, whose rows are others.
 void launch(
-    DecodeProblem problem, const DecodeVariant& variant, int32_t device, int64_t num_splits,
-    bool overlaps) {
+    DecodeProblem problem, const DecodeVariant& variant, int32_t device, int64_t num_splits) {
   const int64_t items = static_cast<int64_t>(problem.num_sequences) * problem.items_of_sequence();
   problem.tiles_have_one_block = problem.block_size % variant.tile == 0 &&
                                  problem.rows_are_aligned && is_near(problem.keys) &&
@@ -219,7 +217,7 @@ void launch(
   }
   const cudaStream_t stream = current_stream(device);
   check_cuda(kOp, variant.request_memory(device, most_of_cta));
-  check_cuda(kOp, variant.attend(problem, ctas, warps_of_cta, overlaps, stream));
+  check_cuda(kOp, variant.attend(problem, ctas, warps_of_cta, stream));
   if (problem.partial_rows == 0 || items == 0) return;
   const bool can_overlap = device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 9;
   check_cuda(kOp, variant.merge(problem, items, can_overlap, stream));
@@ -345,10 +343,12 @@ bool attend(
   const OnDevice on_device(device);
   // Alive until all is launched: what runs side by side must not share memory.
   std::optional<torch::stable::Tensor> of_prefill;
-  if (has_prefill) of_prefill.emplace(attend_prefill(problem, key_cache, value_cache));
-  launch(
-      problem, variant_of(key_cache, value_cache, problem.rows_of_slot), device, num_splits,
-      has_prefill);
+  if (has_prefill) {
+    of_prefill.emplace(new_tensor(aoti_torch_dtype_int64(), device, {1}));
+    problem.prefill_counter = static_cast<unsigned long long*>(of_prefill->data_ptr());
+  }
+  launch(problem, variant_of(key_cache, value_cache, problem.rows_of_slot), device, num_splits);
+  if (has_prefill) attend_prefill(problem, key_cache, value_cache);
   return true;
 }
 

@@ -259,7 +259,6 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) prefill_attention(
     const __grid_constant__ DecodeProblem problem, const __grid_constant__ PrefillGrid grid,
     const __grid_constant__ PrefillMaps maps) {
 #if defined(TORCH_PAGEDKV_HOPPER)
-  allow_dependents();
   extern __shared__ __align__(1024) char unaligned[];
   __shared__ PrefillControl<SHAPE> control;
   char* const shared = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
@@ -302,6 +301,7 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) prefill_attention(
     take_registers<SHAPE::kAttendRegisters>();
     Attendant<SHAPE, IS_PLAIN>(problem, grid, control, shared).run();
   }
+  await_dependency();  // what comes after this launch also comes after those before it
 #endif
 }
 

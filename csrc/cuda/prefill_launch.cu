@@ -124,7 +124,9 @@ bool takes_prefill(const Tensor& query, const Tensor& key_cache, const Tensor& v
          variant_of(key_cache, value_cache).is_there(device) && encode_tiled() != nullptr;
 }
 
-torch::stable::Tensor attend_prefill(
+// Overlaps with decode attention's launches before: it has other rows. Where no sequence is long it costs
+// little behind them; before them all their CTAs would wait for its memory.
+void attend_prefill(
     const DecodeProblem& problem, const Tensor& key_cache, const Tensor& value_cache) {
   const PrefillVariant& variant = variant_of(key_cache, value_cache);
   const int32_t device = key_cache.get_device_index();
@@ -139,9 +141,7 @@ torch::stable::Tensor attend_prefill(
   const int64_t multiprocessors = device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
   const int ctas = static_cast<int>(std::max<int64_t>(1, std::min(most_items, multiprocessors)));
   const cudaStream_t stream = current_stream(device);
-  torch::stable::Tensor counter = new_tensor(aoti_torch_dtype_int64(), device, {1});
-  grid.taken = static_cast<unsigned long long*>(counter.data_ptr());
-  check_cuda(kOp, cudaMemsetAsync(grid.taken, 0, sizeof *grid.taken, stream));
+  grid.taken = problem.prefill_counter;
   PrefillMaps maps{};
   grid.query_is_aligned = map_query(maps.query, problem, grid);
   const int of_keys = groups_of_block(key_cache), of_values = groups_of_block(value_cache);
@@ -156,7 +156,6 @@ torch::stable::Tensor attend_prefill(
                              map_pool(maps.values, value_cache, grid.granule);
   }
   check_cuda(kOp, variant.attend(problem, grid, maps, ctas, stream));
-  return counter;
 }
 
 }  // namespace torch_pagedkv

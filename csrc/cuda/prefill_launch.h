@@ -12,7 +12,7 @@ bool takes_prefill(const Tensor& query, const Tensor& key_cache, const Tensor& v
 
 // Returns memory that the kernel uses, which must not be used for other things
 // before the kernels of the call that may run beside it are launched.
-torch::stable::Tensor attend_prefill(
+void attend_prefill(
     const DecodeProblem& problem, const Tensor& key_cache, const Tensor& value_cache);
 
 }  // namespace torch_pagedkv

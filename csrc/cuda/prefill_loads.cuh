@@ -5,6 +5,7 @@
 #pragma once
 
 #include "decode_products.cuh"
+#include "grid_dependency.cuh"
 #include "prefill_schedule.cuh"
 
 namespace torch_pagedkv {
@@ -276,6 +277,7 @@ class WorkPublisher {
     __syncwarp();
     slot_.advance();
     if (work.tiles < 0) return;
+    await_dependency();  // the launch before set the counter to 0
     unsigned long long taken = 0;
     if (threadIdx.x % 32 == 0) taken = atomicAdd(grid_.taken, 1ull);
     item_ = gridDim.x + static_cast<int64_t>(__shfl_sync(0xFFFFFFFF, taken, 0));

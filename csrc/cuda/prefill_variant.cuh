@@ -42,8 +42,9 @@ cudaError_t launch_prefill(
   const bool is_plain = problem.softcap == 0.0f && problem.slopes.data == nullptr &&
                         problem.softmax_scale <= 1.0f && problem.softmax_scale >= 0x1p-24f;
   const auto kernel = is_plain ? prefill_attention<SHAPE, true> : prefill_attention<SHAPE, false>;
-  kernel<<<ctas, SHAPE::kThreads, SHAPE::kSharedBytes, stream>>>(problem, grid, maps);
-  return cudaGetLastError();
+  return launch_dependent(
+      kernel, dim3(static_cast<unsigned>(ctas)), SHAPE::kThreads, SHAPE::kSharedBytes, true, stream, problem,
+      grid, maps);
 }
 
 template <class SHAPE>
