@@ -277,7 +277,8 @@ class WorkPublisher {
     __syncwarp();
     slot_.advance();
     if (work.tiles < 0) return;
-    await_dependency();  // the launch before set the counter to 0
+    // The counter is 0 once the launches before have ended. To ask again would cost each item its L1 cache.
+    if (item_ < gridDim.x) await_dependency();
     unsigned long long taken = 0;
     if (threadIdx.x % 32 == 0) taken = atomicAdd(grid_.taken, 1ull);
     item_ = gridDim.x + static_cast<int64_t>(__shfl_sync(0xFFFFFFFF, taken, 0));
