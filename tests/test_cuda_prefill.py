@@ -51,6 +51,9 @@ CASES = [
               padding_rows=40, sinks=[0.5, -torch.inf]),
     PagedCase(name="many_sequences", kv_lens=[3 + 37 * (i % 9) for i in range(70)], dtype=BF16, head_dim=64,
               query_lens=[1 + (i * 7 % 3) * 17 for i in range(70)]),
+    # As many tokens as if no sequence were long.
+    PagedCase(name="one_is_long", kv_lens=[600] + [5 + i % 40 for i in range(200)], query_lens=[544] + [1] * 200,
+              dtype=BF16, head_dim=128, num_heads=32, num_kv_heads=8),
     PagedCase(name="wide_indices", dtype=BF16, head_dim=128, table_dtype=torch.int64, length_dtype=torch.int64,
               **LENGTHS),
 ]  # fmt: skip
