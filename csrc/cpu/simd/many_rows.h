@@ -187,12 +187,13 @@ class ManyRows {
       softmax_[row].maximum = item_.is_first_chunk ? state.maximum : -kInfinity;
       softmax_[row].denominator[0] = item_.is_first_chunk ? state.denominator : 0.0f;
       softmax_[row].slope = attention_.slopes[query_head(row)];
-      load_query<Units>(
+      load_query<Units, 1>(
           attention_,
           item_.first_token + row / group_,
           query_head(row),
           row_,
-          queries_ + row * query_units_);
+          queries_ + row * query_units_,
+          sizeof(Bits));
     }
   }
 
@@ -228,7 +229,7 @@ class ManyRows {
                            : first + n < tokens_.last ? first + n
                                                       : tokens_.last - 1;
           Bits key[Units::kKeyVectors];
-          Units::load_keys(keys_.rows[like] + step * Units::kStep * Units::kBytes, key);
+          Units::load_keys(keys_.rows[like] + keys_.offset + step * Units::kStep * Units::kBytes, key);
           for (int v = 0; v < Units::kKeyVectors; ++v) units[v][n] = key[v];
         }
         for (int v = 0; v < Units::kKeyVectors; ++v) {
@@ -254,7 +255,8 @@ class ManyRows {
       }
       for (int64_t step = 0; step < value_steps_; ++step) {
         Bits units[Units::kValueVectors];
-        Units::load_values(values_.rows + n, step * Units::kStep * Units::kBytes, units);
+        Units::load_values(
+            values_.rows + n, values_.offset + step * Units::kStep * Units::kBytes, units);
         for (int v = 0; v < Units::kValueVectors; ++v) {
           store_bits(row + (step * Units::kValueVectors + v) * kLanes, units[v]);
         }
@@ -312,15 +314,9 @@ class ManyRows {
       const Part own = part_of_tile(row, tile);
       if (own.is_empty()) continue;
       values_.take(tokens_.values, 0, own.first, own.last, true);
-      hide_values_outside(own);
+      values_.hide_outside(own.first, own.last);
       lay_out_values(own_values_);
       add_weighted<1>(row, part, own_values_);
-    }
-  }
-
-  void hide_values_outside(const Part& part) {
-    for (int n = 0; n < kTile; ++n) {
-      if (n < part.first || n >= part.last) values_.rows[n] = values_.zeros();
     }
   }
 
