@@ -8,10 +8,13 @@
 //
 // Where a token's heads are neighbours and their rows wide, keys and then values of a tile are taken in
 // the order of memory instead, all heads of a few tokens after those of the tokens before, and rows are
-// fetched a few tokens ahead.
+// fetched a few tokens ahead. Of fp8 only the keys are.
+
+// Blocks of values whose elements are taken in several passes before the next.
+inline constexpr int kBlocksOfAPass = 8;
 
 // Of wide rows: blocks that are taken of a head at once, and from what is computed to what is fetched.
-inline constexpr int kKeyBlocks = 1;
+inline constexpr int kKeyBlocks = 2;
 inline constexpr int kValueBlocks = 2;
 inline constexpr int kBlocksAhead = 2;
 
@@ -175,14 +178,26 @@ class FewRows {
       for (int64_t block = 0; block < row_blocks_; ++block) {
         // The first block of rows to go through a tile fetches the next.
         score(head, block, begin, end, block == 0);
-        weigh(head, block, rule, begin, end, is_whole, block == 0);
-        if (is_uniform) {
-          add(head, block, begin, end, block == 0);
-        } else {
-          add_row_by_row(head, block, tokens, begin, end);
-          take_values(head, tokens, begin, end);
-        }
+        weigh_and_add(head, block, rule, tokens, begin, end, is_uniform, is_whole);
       }
+    }
+  }
+
+  void weigh_and_add(
+      int64_t head,
+      int64_t block,
+      const ScoreRule& rule,
+      const TileTokens& tokens,
+      int begin,
+      int end,
+      bool is_uniform,
+      bool is_whole) {
+    weigh(head, block, rule, begin, end, is_whole, block == 0);
+    if (is_uniform) {
+      add(head, block, begin, end, block == 0);
+    } else {
+      add_row_by_row(head, block, tokens, begin, end);
+      take_values(head, tokens, begin, end);
     }
   }
 
@@ -199,6 +214,18 @@ class FewRows {
         take_keys(head, tokens, from, to);
         for (int64_t block = 0; block < row_blocks_; ++block) score(head, block, from, to, false);
       }
+    }
+    if constexpr (Units::kBytes == 1) {
+      // A few tokens' values are too few bytes to load and store sums for.
+      for (int64_t head = 0; head < item_.kv_heads; ++head) {
+        values_.look_ahead(next.values, value_offset(head));
+        take_values(head, tokens, begin, end);
+        const ScoreRule rule = rule_of(head);
+        for (int64_t block = 0; block < row_blocks_; ++block) {
+          weigh_and_add(head, block, rule, tokens, begin, end, is_uniform, is_whole);
+        }
+      }
+      return;
     }
     for (int64_t head = 0; head < item_.kv_heads; ++head) {
       const ScoreRule rule = rule_of(head);
@@ -394,7 +421,10 @@ class FewRows {
     const uint32_t* const weights = weights_of(head, block);
     float* const sums = sums_of(head, block * kBlockRows);
     with_rows(block, [&](auto rows) {
-      add_to_rows<decltype(rows)::value>(weights, sums, begin, end, fetches);
+      for (int from = begin; from < end; from += kBlocksOfAPass) {
+        const int to = from + kBlocksOfAPass < end ? from + kBlocksOfAPass : end;
+        add_to_rows<decltype(rows)::value>(weights, sums, from, to, fetches);
+      }
     });
   }
 
