@@ -333,7 +333,7 @@ class FewRows {
     for (int i = 0; i < kBlocks; ++i) {
       const int key = (first + i) * kBlockKeys;
       for (int n = 0; fetches && n < kBlockKeys; ++n) keys_.fetch(key + n);
-      dot_block<Units, kRows>(queries, keys_.rows + key, keys_.offset, key_steps_, sums[i]);
+      dot_block<Units, kRows>(queries, keys_.rows + key, key_steps_, sums[i]);
     }
 #pragma GCC unroll 2
     for (int i = 0; i < kBlocks; ++i) store(scores + (first + i) * kLanes, sum_each(sums[i]));

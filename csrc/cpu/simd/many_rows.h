@@ -229,7 +229,7 @@ class ManyRows {
                            : first + n < tokens_.last ? first + n
                                                       : tokens_.last - 1;
           Bits key[Units::kKeyVectors];
-          Units::load_keys(keys_.rows[like] + keys_.offset + step * Units::kStep * Units::kBytes, key);
+          Units::load_keys(keys_.rows[like] + step * Units::kStep * Units::kBytes, key);
           for (int v = 0; v < Units::kKeyVectors; ++v) units[v][n] = key[v];
         }
         for (int v = 0; v < Units::kKeyVectors; ++v) {
@@ -255,8 +255,7 @@ class ManyRows {
       }
       for (int64_t step = 0; step < value_steps_; ++step) {
         Bits units[Units::kValueVectors];
-        Units::load_values(
-            values_.rows + n, values_.offset + step * Units::kStep * Units::kBytes, units);
+        Units::load_values(values_.rows + n, step * Units::kStep * Units::kBytes, units);
         for (int v = 0; v < Units::kValueVectors; ++v) {
           store_bits(row + (step * Units::kValueVectors + v) * kLanes, units[v]);
         }
@@ -314,9 +313,15 @@ class ManyRows {
       const Part own = part_of_tile(row, tile);
       if (own.is_empty()) continue;
       values_.take(tokens_.values, 0, own.first, own.last, true);
-      values_.hide_outside(own.first, own.last);
+      hide_values_outside(own);
       lay_out_values(own_values_);
       add_weighted<1>(row, part, own_values_);
+    }
+  }
+
+  void hide_values_outside(const Part& part) {
+    for (int n = 0; n < kTile; ++n) {
+      if (n < part.first || n >= part.last) values_.rows[n] = values_.zeros();
     }
   }
 

@@ -91,11 +91,7 @@ using DotSums = Float[kBlockRows][kBlockKeys / Units::kKeysTogether];
 // Dots of kRows query rows with a block of keys.
 template <class Units, int kRows>
 [[gnu::always_inline]] inline void dot_block(
-    const uint32_t* queries,
-    const char* const* keys,
-    int64_t offset,
-    int64_t steps,
-    DotSums<Units>& sums) {
+    const uint32_t* queries, const char* const* keys, int64_t steps, DotSums<Units>& sums) {
   constexpr int kTogether = Units::kKeysTogether, kLoads = kBlockKeys / kTogether;
   constexpr int kVectors = Units::kKeyVectors * kTogether;
   constexpr int kBytes = Units::kStep * Units::kBytes;
@@ -104,15 +100,15 @@ template <class Units, int kRows>
 #pragma GCC unroll 4
     for (int j = 0; j < kLoads; ++j) sums[i][j] = Float{};
   }
-  for (int64_t step = 0; step < steps; ++step, offset += kBytes) {
+  for (int64_t step = 0; step < steps; ++step) {
     Bits key[kLoads][kVectors];
     const uint32_t* const query = queries + step * kVectors * kBlockRows * kLanes;
 #pragma GCC unroll 4
     for (int j = 0; j < kLoads; ++j) {
       if constexpr (kTogether == 2) {
-        Units::load_two_keys(keys + j * 2, offset, key[j]);
+        Units::load_two_keys(keys + j * 2, step * kBytes, key[j]);
       } else {
-        Units::load_keys(keys[j] + offset, key[j]);
+        Units::load_keys(keys[j] + step * kBytes, key[j]);
       }
       if constexpr (kLoads * kVectors > 8) {  // more than the registers hold at once
 #pragma GCC unroll 4
@@ -165,14 +161,13 @@ template <class Units, int kRows, int kSteps>
   for (int block = begin; block < end; ++block) {
     const uint32_t* const weight = weights + block * (kLanes / kPair);
     const char* const* const rows = values.rows + block * kBlockKeys;
-    const int64_t offset = values.offset + first_step * kBytes;
     for (int n = first_fetched; n < last_fetched; ++n) values.fetch(block * kBlockKeys + n);
 #pragma GCC unroll 4
     for (int n = 0; n < kBlockKeys; n += kPair) {
 #pragma GCC unroll 4
       for (int s = 0; s < kSteps; ++s) {
         Bits value[kVectors];
-        Units::load_values(rows + n, offset + s * kBytes, value);
+        Units::load_values(rows + n, (first_step + s) * kBytes, value);
 #pragma GCC unroll 4
         for (int i = 0; i < kRows; ++i) {
           const Bits factor = broadcast_bits(weight[i * (kBlockKeys / kPair) + n / kPair]);

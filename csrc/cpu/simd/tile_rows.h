@@ -54,7 +54,8 @@ class TileRows {
  public:
   TileRows(const Pool& pool, int64_t row_bytes, Carver& carver)
       : pool_bytes_(pool.row_bytes()), row_bytes_(row_bytes), is_padded_(row_bytes != pool_bytes_) {
-    own_ = carver.take<const char*>(kTile);
+    rows = carver.take<const char*>(kTile);
+    ahead_ = carver.take<const char*>(kTile);
     zeros_ = carver.take<char>(row_bytes);
     std::memset(zeros_, 0, static_cast<size_t>(row_bytes));
     if (!is_padded_) return;
@@ -67,37 +68,39 @@ class TileRows {
   void take(const char* const* tokens, int64_t head_offset, int first, int last, bool zeros) {
     const int begin = first / kBlockKeys * kBlockKeys;
     const int end = (last + kBlockKeys - 1) / kBlockKeys * kBlockKeys;
-    if (!is_padded_ && (!zeros || (first == begin && last == end))) {
-      rows = tokens;
-      offset = head_offset;
+    if (!is_padded_ && first == 0 && last == kTile) {
+      // Quickly: while addresses are made, nothing is asked of the memory.
+      for (int n = 0; n < kTile; ++n) rows[n] = tokens[n] + head_offset;
       return;
     }
-    rows = own_;
-    offset = 0;
+    if (!is_padded_ && (!zeros || (first == begin && last == end))) {
+      for (int n = begin; n < end; ++n) rows[n] = tokens[n] + head_offset;
+      return;
+    }
     for (int n = begin; n < end; ++n) {
       const bool is_used = first <= n && n < last;
       if (zeros && !is_used) {
-        own_[n] = zeros_;
+        rows[n] = zeros_;
       } else if (is_padded_) {
         char* const copy = copies_ + n * row_bytes_;
         std::memcpy(copy, tokens[n] + head_offset, static_cast<size_t>(pool_bytes_));
-        own_[n] = copy;
+        rows[n] = copy;
       } else {
-        own_[n] = tokens[n] + head_offset;
+        rows[n] = tokens[n] + head_offset;
       }
     }
   }
 
   // Names the rows to fetch, one for each that is used.
   void look_ahead(const char* const* tokens, int64_t head_offset) {
-    ahead_ = tokens;
-    ahead_offset_ = head_offset;
+    for (int n = 0; n < kTile; ++n) ahead_[n] = tokens[n] + head_offset;
   }
   // Fetches one of them: all of its lines at once, since memory likes them in their order, and not into
   // the first cache, which they would flood.
   void fetch(int n) const {
-    const char* const row = ahead_[n] + ahead_offset_;
-    for (int64_t line = 0; line < pool_bytes_; line += 64) __builtin_prefetch(row + line, 0, 2);
+    for (int64_t line = 0; line < pool_bytes_; line += 64) {
+      __builtin_prefetch(ahead_[n] + line, 0, 2);
+    }
   }
   // Fetches rows of whole blocks of keys, as above. (Inlined: the compiler takes a call that only fetches
   // for one that does nothing.)
@@ -108,25 +111,14 @@ class TileRows {
       for (int64_t line = 0; line < pool_bytes_; line += 64) __builtin_prefetch(row + line, 0, 2);
     }
   }
-  // Makes zeros of all rows but [first, last).
-  void hide_outside(int first, int last) {
-    for (int n = 0; n < kTile; ++n) {
-      own_[n] = first <= n && n < last ? rows[n] + offset : zeros_;
-    }
-    rows = own_;
-    offset = 0;
-  }
+  const char* zeros() const { return zeros_; }
 
-  // Row n of the tile is at rows[n] + offset.
-  const char* const* rows = nullptr;
-  int64_t offset = 0;
+  const char** rows;
 
  private:
   int64_t pool_bytes_, row_bytes_;
   bool is_padded_;
-  const char* const* ahead_ = nullptr;
-  int64_t ahead_offset_ = 0;
-  const char** own_;
+  const char** ahead_;
   char* zeros_;
   char* copies_ = nullptr;
 };
