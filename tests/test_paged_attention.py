@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_pagedkv
-from cases import BF16, E4M3, FP32, PAGED, PagedCase
+from cases import BF16, E4M3, E5M2, FP16, FP32, PAGED, PagedCase
 from pools import assert_same_bits, poison_
 from tolerances import assert_close, assert_close_lse
 from torch_pagedkv import reference
@@ -196,6 +196,37 @@ def test_window_of_one_token_returns_its_own_value(device):
         for block, offset in slots_of(blocks, length, 16)[length - query_len :]:
             assert_same_bits(out[row], batch.value_cache[block, offset].repeat_interleave(2, 0))
             row += 1
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("pool", [E4M3, E5M2], ids=str)
+def test_every_fp8_byte_is_read_exactly_on_the_cpu(pool, dtype, head_dim):
+    """Each sequence sees its last key alone, which has one element that its query picks."""
+    numbers, heads = torch.arange(256), 4
+    picked = numbers * 37 % head_dim
+    for shift in range(4):  # the keys of a block are not read alike
+        byte = (numbers + shift).remainder(256).to(torch.uint8)
+        finite = byte.view(pool).float().isfinite()
+        keys = torch.zeros(256, head_dim, dtype=torch.uint8)
+        keys[numbers, picked] = torch.where(finite, byte, 0)
+        values = (byte.int()[:, None] + torch.arange(head_dim)).to(torch.uint8).view(pool)
+        query = torch.zeros(256, heads, head_dim, dtype=dtype)
+        query[numbers, :, picked] = torch.tensor([1.0, -1.0, 2.0, 0.5], dtype=dtype)
+        out, lse = torch_pagedkv.paged_attention(
+            query,
+            keys.view(pool).view(16, 16, 1, head_dim),
+            values.view(16, 16, 1, head_dim),
+            torch.arange(16).expand(256, 16),
+            numbers + 1,
+            softmax_scale=1.0,
+            window_size=(0, 0),
+            return_lse=True,
+        )
+        wanted = values.to(dtype)[:, None].expand_as(out)
+        torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
+        scores = torch.where(finite, byte.view(pool).float(), 0)
+        assert torch.equal(lse, scores * torch.tensor([1.0, -1.0, 2.0, 0.5])[:, None])
 
 
 @pytest.mark.parametrize("magnitude", [4400.0, 1e10, 1e30, 3e38])

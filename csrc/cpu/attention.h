@@ -48,9 +48,9 @@ struct SoftmaxState {
   float maximum, denominator;
 };
 
-// Rows of float32 of so many bytes are taken token by token over all KV heads, as they lie in memory; of
-// shorter ones, or of other elements, a head's are taken together.
-inline constexpr int64_t kWideRow = 512;
+// Rows of so many elements are taken token by token over all KV heads, as they lie in memory; of shorter
+// ones, a head's are taken together.
+inline constexpr int64_t kWideRow = 128;
 
 struct Attention {
   TokenRows query;
@@ -70,7 +70,7 @@ struct Attention {
   float score_scale(int64_t kv_head) const {
     return static_cast<float>(softmax_scale * k_scales[kv_head]);
   }
-  // Whether the heads of a token are neighbours in both pools, in rows of float32 that are wide.
+  // Whether the heads of a token are neighbours in both pools, in rows that are wide.
   bool goes_by_token() const {
     return goes_by_token(key_pool) && goes_by_token(value_pool);
   }
@@ -101,8 +101,7 @@ struct Attention {
 
  private:
   static bool goes_by_token(const Pool& pool) {
-    return pool.element_size == 4 && pool.row_bytes() >= kWideRow && pool.num_kv_heads > 1 &&
-           pool.head_stride == pool.row_bytes();
+    return pool.dim >= kWideRow && pool.num_kv_heads > 1 && pool.head_stride == pool.row_bytes();
   }
   char* out_row(int64_t token, int64_t head) const {
     return out + (token * query.heads + head) * value_pool.dim * query.element_size;

@@ -37,7 +37,7 @@ inline float sum_lanes(Float x) {
 }
 
 // Lane 4 * i + j is the sum of the lanes of sums[i][j].
-inline Float sum_each(const Float (&sums)[2][4]) {
+[[gnu::always_inline]] inline Float sum_each(const Float (&sums)[2][4]) {
   __m256 rows[2];
   for (int i = 0; i < 2; ++i) {
     rows[i] = _mm256_hadd_ps(

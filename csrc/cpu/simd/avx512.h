@@ -57,15 +57,20 @@ inline __m512 add_pairs(__m512 a, __m512 b) {
       _mm512_castpd_ps(_mm512_unpackhi_pd(even, odd)));
 }
 
-// Lane 4 * i + j is the sum of the lanes of sums[i][j]. (Written without a loop: the compiler would
-// put the sums into memory.)
-inline Float sum_each(const Float (&sums)[4][4]) {
-  const __m512 low = add_pairs(quarter_sums(sums[0]), quarter_sums(sums[1]));
-  const __m512 high = add_pairs(quarter_sums(sums[2]), quarter_sums(sums[3]));
+// Adds what is left, two parts of each of four rows' sums in every quarter, and puts rows after rows.
+inline Float sum_quarters(__m512 low, __m512 high) {
   const __m512 of_keys =
       _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xDD));
   const __m512i by_rows = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   return (Float)_mm512_permutexvar_ps(by_rows, of_keys);
+}
+
+// Lane 4 * i + j is the sum of the lanes of sums[i][j]. (Written without a loop, and inlined: the
+// compiler would put the sums into memory.)
+[[gnu::always_inline]] inline Float sum_each(const Float (&sums)[4][4]) {
+  const __m512 low = add_pairs(quarter_sums(sums[0]), quarter_sums(sums[1]));
+  const __m512 high = add_pairs(quarter_sums(sums[2]), quarter_sums(sums[3]));
+  return sum_quarters(low, high);
 }
 
 inline __m512i load_512(const char* source) { return _mm512_loadu_si512(source); }
@@ -117,6 +122,19 @@ inline void stream_bits(char* target, Bits x) {
 
 #ifdef TORCH_PAGEDKV_AVX512_BF16
 
+// Four partial sums of each half of two vectors, one half's after the other's.
+inline __m512 quarter_sums(const Float (&x)[2]) {
+  const __m512 a = (__m512)x[0], b = (__m512)x[1];
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+}
+
+// The same where the first half of sums[i][j] is summed for 2 * j and the other one for 2 * j + 1.
+[[gnu::always_inline]] inline Float sum_each(const Float (&sums)[4][2]) {
+  const __m512 low = add_pairs(quarter_sums(sums[0]), quarter_sums(sums[1]));
+  const __m512 high = add_pairs(quarter_sums(sums[2]), quarter_sums(sums[3]));
+  return sum_quarters(low, high);
+}
+
 // c + the products of two pairs of bfloat16 in each lane; subnormal factors count as 0.
 inline Float dot_bfloat16(Bits a, Bits b, Float c) {
   return (Float)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
@@ -144,20 +162,19 @@ struct BfloatTable {
 template <class Format>
 inline constexpr BfloatTable<Format> kBfloatTable;
 
-// 64 fp8 elements as bfloat16. Within 16 bytes at 16 * i, the first eight are in lanes 4 * i to
-// 4 * i + 3 of the first result and the others in those of the second.
+// 64 fp8 elements as bfloat16. Of the 16 bytes at 16 * i, the first eight become lanes 4 * i to
+// 4 * i + 3 of `first`, the others those of `second`.
 template <class Format>
-inline void load_fp8_as_bfloat16(const char* source, __m512i (&result)[2]) {
+inline void fp8_to_bfloat16(__m512i bytes, Bits& first, Bits& second) {
   const auto& table = kBfloatTable<Format>;
-  const __m512i bytes = load_512(source);
   const __m512i low = _mm512_permutex2var_epi8(
       _mm512_load_si512(table.low), bytes, _mm512_load_si512(table.low + 64));
   const __m512i high = _mm512_permutex2var_epi8(
       _mm512_load_si512(table.high), bytes, _mm512_load_si512(table.high + 64));
   const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
   const __m512i signed_high = _mm512_ternarylogic_epi32(high, bytes, sign, 0xF8);  // a | (b & c)
-  result[0] = _mm512_unpacklo_epi8(low, signed_high);
-  result[1] = _mm512_unpackhi_epi8(low, signed_high);
+  first = (Bits)_mm512_unpacklo_epi8(low, signed_high);
+  second = (Bits)_mm512_unpackhi_epi8(low, signed_high);
 }
 
 #endif

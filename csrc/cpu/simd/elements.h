@@ -6,6 +6,9 @@
 // the machine multiplies such pairs (Bfloat16Units). Pairs are neighbours along the sum: two elements
 // of a key, or the same element of two adjacent values. A step of elements may come out in another
 // order, which key_order and value_order tell.
+//
+// Few rows may take two keys together, half a step of each in a vector: half as many sums to add up
+// in the end.
 
 template <class Element>
 struct Float32Units {
@@ -13,7 +16,8 @@ struct Float32Units {
   static constexpr int kStep = kLanes;   // elements loaded at once
   static constexpr int kKeyVectors = 1;  // vectors that they become
   static constexpr int kValueVectors = 1;
-  static constexpr int kPair = 1;  // factors in a unit
+  static constexpr int kPair = 1;          // factors in a unit
+  static constexpr int kKeysTogether = 1;  // of a vector of keys, where rows are few
 
   static constexpr int key_order(int i) { return i; }
   static constexpr int value_order(int i) { return i; }
@@ -45,16 +49,17 @@ struct Float32Units<Fp8<Format>> {
   static constexpr int kKeyVectors = 4;
   static constexpr int kValueVectors = 4;
   static constexpr int kPair = 1;
+  static constexpr int kKeysTogether = 1;
 
   static constexpr int key_order(int i) { return order_of_unpacked(i); }
   static constexpr int value_order(int i) { return order_of_unpacked(i); }
   static void load_keys(const char* source, Bits (&units)[4]) {
     const __m512i zero = _mm512_setzero_si512();
-    __m512i stored[2];
-    load_fp8_as_bfloat16<Format>(source, stored);
+    Bits stored[2];
+    fp8_to_bfloat16<Format>(load_512(source), stored[0], stored[1]);
     for (int i = 0; i < 2; ++i) {
-      units[2 * i] = low_pairs(zero, stored[i]);
-      units[2 * i + 1] = high_pairs(zero, stored[i]);
+      units[2 * i] = low_pairs(zero, (__m512i)stored[i]);
+      units[2 * i + 1] = high_pairs(zero, (__m512i)stored[i]);
     }
   }
   static void load_values(const char* const* rows, int64_t offset, Bits (&units)[4]) {
@@ -75,6 +80,7 @@ struct Bfloat16Units<Bfloat16> {
   static constexpr int kKeyVectors = 1;
   static constexpr int kValueVectors = 2;
   static constexpr int kPair = 2;
+  static constexpr int kKeysTogether = 1;
 
   static constexpr int key_order(int i) { return i; }
   static constexpr int value_order(int i) { return i % 16 / 4 * 8 + i / 16 * 4 + i % 4; }
@@ -94,23 +100,28 @@ struct Bfloat16Units<Fp8<Format>> {
   static constexpr int kKeyVectors = 2;
   static constexpr int kValueVectors = 4;
   static constexpr int kPair = 2;
+  static constexpr int kKeysTogether = 2;
 
   static constexpr int key_order(int i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
   static constexpr int value_order(int i) { return order_of_unpacked(i); }
   static void load_keys(const char* source, Bits (&units)[2]) {
-    __m512i stored[2];
-    load_fp8_as_bfloat16<Format>(source, stored);
-    units[0] = (Bits)stored[0];
-    units[1] = (Bits)stored[1];
+    fp8_to_bfloat16<Format>(load_512(source), units[0], units[1]);
+  }
+  // What load_keys makes of two rows, a half of each in every vector: first halves before second ones.
+  static void load_two_keys(const char* const* rows, int64_t offset, Bits (&units)[4]) {
+    for (int half = 0; half < 2; ++half) {
+      const __m512i both = _mm512_inserti64x4(
+          _mm512_castsi256_si512(load_256(rows[0] + offset + half * 32)),
+          load_256(rows[1] + offset + half * 32),
+          1);
+      fp8_to_bfloat16<Format>(both, units[half], units[2 + half]);
+    }
   }
   static void load_values(const char* const* rows, int64_t offset, Bits (&units)[4]) {
-    __m512i even[2], odd[2];
-    load_fp8_as_bfloat16<Format>(rows[0] + offset, even);
-    load_fp8_as_bfloat16<Format>(rows[1] + offset, odd);
-    for (int i = 0; i < 2; ++i) {
-      units[2 * i] = low_pairs(even[i], odd[i]);
-      units[2 * i + 1] = high_pairs(even[i], odd[i]);
-    }
+    // Paired before they are widened, which takes fewer shuffles.
+    const __m512i even = load_512(rows[0] + offset), odd = load_512(rows[1] + offset);
+    fp8_to_bfloat16<Format>(_mm512_unpacklo_epi8(even, odd), units[0], units[1]);
+    fp8_to_bfloat16<Format>(_mm512_unpackhi_epi8(even, odd), units[2], units[3]);
   }
   static Float multiply_add_units(Bits a, Bits b, Float c) { return dot_bfloat16(a, b, c); }
 };
@@ -125,10 +136,16 @@ inline int64_t steps_of(int64_t dim) {
 // Every order keeps runs of four elements together.
 inline constexpr int kRun = 4;
 
-// A query row as units that match those of keys; `row` has room for padded(dim) floats.
-template <class Units>
+// A query row as units that match those of keys: vectors `stride` bytes apart, each of kCopies times the
+// same elements. `row` has room for padded(dim) floats.
+template <class Units, int kCopies>
 inline void load_query(
-    const Attention& attention, int64_t token, int64_t head, float* row, uint32_t* units) {
+    const Attention& attention,
+    int64_t token,
+    int64_t head,
+    float* row,
+    uint32_t* units,
+    int64_t stride) {
   const int64_t dim = attention.query.dim, steps = steps_of<Units>(dim);
   // Where pairs are used, the query is bfloat16 as they are.
   constexpr int kBytes = Units::kPair == 1 ? 4 : 2;
@@ -140,13 +157,15 @@ inline void load_query(
     std::memcpy(natural, source, static_cast<size_t>(dim * kBytes));
   }
   std::memset(natural + dim * kBytes, 0, static_cast<size_t>((steps * Units::kStep - dim) * kBytes));
-  char* const target = reinterpret_cast<char*>(units);
+  constexpr int kElements = static_cast<int>(sizeof(Bits)) / kBytes / kCopies;  // of a vector
   for (int64_t first = 0; first < steps * Units::kStep; first += Units::kStep) {
     for (int i = 0; i < Units::kStep; i += kRun) {
-      std::memcpy(
-          target + (first + i) * kBytes,
-          natural + (first + Units::key_order(i)) * kBytes,
-          kRun * kBytes);
+      char* target = reinterpret_cast<char*>(units) + (first + i) / kElements * stride;
+      target += (first + i) % kElements * kBytes;
+      const char* const run = natural + (first + Units::key_order(i)) * kBytes;
+      for (int copy = 0; copy < kCopies; ++copy) {
+        std::memcpy(target + copy * kElements * kBytes, run, kRun * kBytes);
+      }
     }
   }
 }

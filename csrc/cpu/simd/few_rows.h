@@ -8,13 +8,13 @@
 //
 // Where a token's heads are neighbours and their rows wide, keys and then values of a tile are taken in
 // the order of memory instead, all heads of a few tokens after those of the tokens before, and rows are
-// fetched a few tokens ahead.
+// fetched a few tokens ahead. Of fp8 only the keys are.
 
-// Blocks of values whose elements are taken in several passes before the next: still in a cache then.
-inline constexpr int kBlocksAtOnce = 8;
+// Blocks of values whose elements are taken in several passes before the next.
+inline constexpr int kBlocksOfAPass = 8;
 
 // Of wide rows: blocks that are taken of a head at once, and from what is computed to what is fetched.
-inline constexpr int kKeyBlocks = 1;
+inline constexpr int kKeyBlocks = 2;
 inline constexpr int kValueBlocks = 2;
 inline constexpr int kBlocksAhead = 2;
 
@@ -30,7 +30,7 @@ class FewRows {
         row_blocks_((rows_ + kBlockRows - 1) / kBlockRows),
         key_steps_(steps_of<Units>(attention.key_pool.dim)),
         value_steps_(steps_of<Units>(attention.value_pool.dim)),
-        query_units_(key_steps_ * Units::kStep / Units::kPair),
+        query_units_(key_steps_ * Units::kStep / Units::kPair * Units::kKeysTogether),
         sum_units_(value_steps_ * Units::kStep),
         queries_(carver.take<uint32_t>(item.kv_heads * row_blocks_ * kBlockRows * query_units_)),
         sums_(carver.take<float>(item.kv_heads * row_blocks_ * kBlockRows * sum_units_)),
@@ -79,8 +79,9 @@ class FewRows {
   float* sums_of(int64_t head, int64_t row) {
     return sums_ + (head * row_blocks_ * kBlockRows + row) * sum_units_;
   }
-  uint32_t* queries_of(int64_t head, int64_t row) {
-    return queries_ + (head * row_blocks_ * kBlockRows + row) * query_units_;
+  // Those of a block of rows, the first vectors of all before their second ones: one address serves.
+  uint32_t* queries_of(int64_t head, int64_t block) {
+    return queries_ + (head * row_blocks_ + block) * kBlockRows * query_units_;
   }
 
   void begin_rows() {
@@ -109,12 +110,13 @@ class FewRows {
       std::memset(sums_of(head, row), 0, static_cast<size_t>(sum_units_) * sizeof(float));
       if (row >= rows_) continue;
       const int64_t query_head_of_row = query_head(head, row);
-      load_query<Units>(
+      load_query<Units, Units::kKeysTogether>(
           attention_,
           item_.first_token + row / group_,
           query_head_of_row,
           row_,
-          queries_of(head, row));
+          queries_of(head, block) + i * kLanes,
+          kBlockRows * static_cast<int64_t>(sizeof(Bits)));
       const SoftmaxState state = attention_.first_state(query_head_of_row);
       for (int lane = i * kBlockKeys; lane < (i + 1) * kBlockKeys; ++lane) {
         rows.maximum[lane] = item_.is_first_chunk ? state.maximum : -kInfinity;
@@ -176,14 +178,26 @@ class FewRows {
       for (int64_t block = 0; block < row_blocks_; ++block) {
         // The first block of rows to go through a tile fetches the next.
         score(head, block, begin, end, block == 0);
-        weigh(head, block, rule, begin, end, is_whole, block == 0);
-        if (is_uniform) {
-          add(head, block, begin, end, block == 0);
-        } else {
-          add_row_by_row(head, block, tokens, begin, end);
-          take_values(head, tokens, begin, end);
-        }
+        weigh_and_add(head, block, rule, tokens, begin, end, is_uniform, is_whole);
       }
+    }
+  }
+
+  void weigh_and_add(
+      int64_t head,
+      int64_t block,
+      const ScoreRule& rule,
+      const TileTokens& tokens,
+      int begin,
+      int end,
+      bool is_uniform,
+      bool is_whole) {
+    weigh(head, block, rule, begin, end, is_whole, block == 0);
+    if (is_uniform) {
+      add(head, block, begin, end, block == 0);
+    } else {
+      add_row_by_row(head, block, tokens, begin, end);
+      take_values(head, tokens, begin, end);
     }
   }
 
@@ -200,6 +214,18 @@ class FewRows {
         take_keys(head, tokens, from, to);
         for (int64_t block = 0; block < row_blocks_; ++block) score(head, block, from, to, false);
       }
+    }
+    if constexpr (Units::kBytes == 1) {
+      // A few tokens' values are too few bytes to load and store sums for.
+      for (int64_t head = 0; head < item_.kv_heads; ++head) {
+        values_.look_ahead(next.values, value_offset(head));
+        take_values(head, tokens, begin, end);
+        const ScoreRule rule = rule_of(head);
+        for (int64_t block = 0; block < row_blocks_; ++block) {
+          weigh_and_add(head, block, rule, tokens, begin, end, is_uniform, is_whole);
+        }
+      }
+      return;
     }
     for (int64_t head = 0; head < item_.kv_heads; ++head) {
       const ScoreRule rule = rule_of(head);
@@ -283,19 +309,38 @@ class FewRows {
     body(std::integral_constant<int, 1>{});
   }
 
+  // The lanes of a block's sums are added while the next block is multiplied, if the registers hold
+  // the sums of both.
+  static constexpr int kBlocksAtOnce = Units::kKeysTogether;
+
   template <int kRows>
-  void score_rows(const uint32_t* queries, float* scores, int begin, int end, bool fetches) {
-    for (int block = begin; block < end; ++block) {
-      for (int n = 0; fetches && n < kBlockKeys; ++n) keys_.fetch(block * kBlockKeys + n);
-      const char* const* const keys = keys_.rows + block * kBlockKeys;
-      store(
-          scores + block * kLanes,
-          dot_block<Units, kRows>(queries, query_units_, keys, key_steps_));
+  [[gnu::noinline]] void score_rows(
+      const uint32_t* queries, float* scores, int begin, int end, bool fetches) {
+    int block = begin;
+    for (; block + kBlocksAtOnce <= end; block += kBlocksAtOnce) {
+      score_blocks<kRows, kBlocksAtOnce>(queries, scores, block, fetches);
+    }
+    if constexpr (kBlocksAtOnce > 1) {
+      if (block < end) score_blocks<kRows, 1>(queries, scores, block, fetches);
     }
   }
 
+  template <int kRows, int kBlocks>
+  [[gnu::always_inline]] void score_blocks(
+      const uint32_t* queries, float* scores, int first, bool fetches) {
+    DotSums<Units> sums[kBlocks];
+#pragma GCC unroll 2
+    for (int i = 0; i < kBlocks; ++i) {
+      const int key = (first + i) * kBlockKeys;
+      for (int n = 0; fetches && n < kBlockKeys; ++n) keys_.fetch(key + n);
+      dot_block<Units, kRows>(queries, keys_.rows + key, key_steps_, sums[i]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < kBlocks; ++i) store(scores + (first + i) * kLanes, sum_each(sums[i]));
+  }
+
   void score(int64_t head, int64_t block, int begin, int end, bool fetches) {
-    const uint32_t* const queries = queries_of(head, block * kBlockRows);
+    const uint32_t* const queries = queries_of(head, block);
     float* const scores = scores_of(head, block);
     with_rows(block, [&](auto rows) {
       score_rows<decltype(rows)::value>(queries, scores, begin, end, fetches);
@@ -376,8 +421,8 @@ class FewRows {
     const uint32_t* const weights = weights_of(head, block);
     float* const sums = sums_of(head, block * kBlockRows);
     with_rows(block, [&](auto rows) {
-      for (int from = begin; from < end; from += kBlocksAtOnce) {
-        const int to = from + kBlocksAtOnce < end ? from + kBlocksAtOnce : end;
+      for (int from = begin; from < end; from += kBlocksOfAPass) {
+        const int to = from + kBlocksOfAPass < end ? from + kBlocksOfAPass : end;
         add_to_rows<decltype(rows)::value>(weights, sums, from, to, fetches);
       }
     });

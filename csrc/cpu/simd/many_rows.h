@@ -187,12 +187,13 @@ class ManyRows {
       softmax_[row].maximum = item_.is_first_chunk ? state.maximum : -kInfinity;
       softmax_[row].denominator[0] = item_.is_first_chunk ? state.denominator : 0.0f;
       softmax_[row].slope = attention_.slopes[query_head(row)];
-      load_query<Units>(
+      load_query<Units, 1>(
           attention_,
           item_.first_token + row / group_,
           query_head(row),
           row_,
-          queries_ + row * query_units_);
+          queries_ + row * query_units_,
+          sizeof(Bits));
     }
   }
 

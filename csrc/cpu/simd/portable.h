@@ -41,7 +41,7 @@ inline float largest_lane(Float x) { return largest_of_four(x)[0]; }
 inline float sum_lanes(Float x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
 // Lane j is the sum of the lanes of sums[0][j].
-inline Float sum_each(const Float (&sums)[1][4]) {
+[[gnu::always_inline]] inline Float sum_each(const Float (&sums)[1][4]) {
   const Int low = {0, 4, 1, 5}, high = {2, 6, 3, 7};
   const Float even = __builtin_shuffle(sums[0][0], sums[0][2], low) +
                      __builtin_shuffle(sums[0][0], sums[0][2], high);

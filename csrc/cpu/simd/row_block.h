@@ -4,6 +4,9 @@
 //
 // Scores lie in vectors of 4 keys for each of kBlockRows rows, which makes the softmax of a block of
 // rows run down whole vectors.
+//
+// Inner loops are never inlined, what they call always is: elsewhere the compiler runs out of registers
+// and keeps sums in memory.
 
 inline constexpr int kBlockRows = kLanes / kBlockKeys;
 
@@ -31,7 +34,7 @@ inline Int keys_of_block(int block) {
 // Turns the dots of blocks [begin, end) into weights relative to the rows' new maxima, and returns
 // the factors that bring what was summed before to those. Fetches half of the values of `ahead`.
 template <class Units, bool kMasked>
-inline Float weigh_block(
+[[gnu::noinline]] Float weigh_block(
     RowBlock& rows,
     const ScoreRule& rule,
     float* scores,
@@ -81,56 +84,63 @@ inline Float weigh_block(
   return decay;
 }
 
-// Dots of kRows query rows with a block of keys, rows after rows.
+// The sums of a block's dots before their lanes are added.
+template <class Units>
+using DotSums = Float[kBlockRows][kBlockKeys / Units::kKeysTogether];
+
+// Dots of kRows query rows with a block of keys.
 template <class Units, int kRows>
-inline Float dot_block(
-    const uint32_t* queries, int64_t query_units, const char* const* keys, int64_t steps) {
-  constexpr int kVectors = Units::kKeyVectors;
+[[gnu::always_inline]] inline void dot_block(
+    const uint32_t* queries, const char* const* keys, int64_t steps, DotSums<Units>& sums) {
+  constexpr int kTogether = Units::kKeysTogether, kLoads = kBlockKeys / kTogether;
+  constexpr int kVectors = Units::kKeyVectors * kTogether;
   constexpr int kBytes = Units::kStep * Units::kBytes;
-  Float sums[kBlockRows][kBlockKeys];
 #pragma GCC unroll 4
   for (int i = 0; i < kBlockRows; ++i) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kBlockKeys; ++j) sums[i][j] = Float{};
+    for (int j = 0; j < kLoads; ++j) sums[i][j] = Float{};
   }
   for (int64_t step = 0; step < steps; ++step) {
-    Bits key[kBlockKeys][kVectors];
-    const uint32_t* const query = queries + step * kVectors * kLanes;
+    Bits key[kLoads][kVectors];
+    const uint32_t* const query = queries + step * kVectors * kBlockRows * kLanes;
 #pragma GCC unroll 4
-    for (int j = 0; j < kBlockKeys; ++j) {
-      Units::load_keys(keys[j] + step * kBytes, key[j]);
-      if constexpr (kVectors > 2) {  // more than the registers hold at once
+    for (int j = 0; j < kLoads; ++j) {
+      if constexpr (kTogether == 2) {
+        Units::load_two_keys(keys + j * 2, step * kBytes, key[j]);
+      } else {
+        Units::load_keys(keys[j] + step * kBytes, key[j]);
+      }
+      if constexpr (kLoads * kVectors > 8) {  // more than the registers hold at once
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 4
           for (int i = 0; i < kRows; ++i) {
-            const Bits units = load_bits(query + i * query_units + v * kLanes);
+            const Bits units = load_bits(query + (v * kBlockRows + i) * kLanes);
             sums[i][j] = Units::multiply_add_units(units, key[j][v], sums[i][j]);
           }
         }
       }
     }
-    if constexpr (kVectors <= 2) {
-#pragma GCC unroll 2
+    if constexpr (kLoads * kVectors <= 8) {
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 4
         for (int i = 0; i < kRows; ++i) {
-          const Bits units = load_bits(query + i * query_units + v * kLanes);
+          const Bits units = load_bits(query + (v * kBlockRows + i) * kLanes);
 #pragma GCC unroll 4
-          for (int j = 0; j < kBlockKeys; ++j) {
+          for (int j = 0; j < kLoads; ++j) {
             sums[i][j] = Units::multiply_add_units(units, key[j][v], sums[i][j]);
           }
         }
       }
     }
   }
-  return sum_each(sums);
 }
 
 // sums[row] += weight[row][n] * value[n] over blocks [begin, end), for kSteps steps of elements.
 // Fetches rows [first_fetched, last_fetched) of each block of the next tile.
 template <class Units, int kRows, int kSteps>
-inline void add_values(
+[[gnu::noinline]] void add_values(
     const uint32_t* weights,
     const TileRows& values,
     int64_t first_step,

@@ -11,10 +11,8 @@ void attend_to(
   if (!item.has_few_rows(attention)) {
     return ManyRows<Units>(attention, item, Carver(scratch)).run();
   }
-  if constexpr (Units::kBytes == 4) {
-    if (attention.goes_by_token()) {
-      return FewRows<Units, true>(attention, item, Carver(scratch)).run(next);
-    }
+  if (attention.goes_by_token()) {
+    return FewRows<Units, true>(attention, item, Carver(scratch)).run(next);
   }
   FewRows<Units, false>(attention, item, Carver(scratch)).run(next);
 }
