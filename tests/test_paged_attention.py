@@ -70,6 +70,8 @@ MIXED = [
     CHUNK.with_(block_size=7),
     LONG,
     CHUNK.with_(dtype=BF16, pool_dtype=E4M3, scales="per_head"),
+    CHUNK.with_(dtype=BF16, head_dim=128),
+    CHUNK.with_(dtype=BF16, pool_dtype=E4M3, head_dim=128),
     CHUNK.with_(kv_lens=[70, 1, 17, 300], query_lens=None),
 ]
 
@@ -201,9 +203,11 @@ def test_window_of_one_token_returns_its_own_value(device):
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("pool", [E4M3, E5M2], ids=str)
-def test_every_fp8_byte_is_read_exactly_on_the_cpu(pool, dtype, head_dim):
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_every_fp8_byte_is_read_exactly_on_the_cpu(kv_heads, pool, dtype, head_dim):
     """Each sequence sees its last key alone, which has one element that its query picks."""
-    numbers, heads = torch.arange(256), 4
+    numbers, heads = torch.arange(256), 4 * kv_heads
+    factors = torch.tensor([1.0, -1.0, 2.0, 0.5] * kv_heads)
     picked = numbers * 37 % head_dim
     for shift in range(4):  # the keys of a block are not read alike
         byte = (numbers + shift).remainder(256).to(torch.uint8)
@@ -212,11 +216,11 @@ def test_every_fp8_byte_is_read_exactly_on_the_cpu(pool, dtype, head_dim):
         keys[numbers, picked] = torch.where(finite, byte, 0)
         values = (byte.int()[:, None] + torch.arange(head_dim)).to(torch.uint8).view(pool)
         query = torch.zeros(256, heads, head_dim, dtype=dtype)
-        query[numbers, :, picked] = torch.tensor([1.0, -1.0, 2.0, 0.5], dtype=dtype)
+        query[numbers, :, picked] = factors.to(dtype)
         out, lse = torch_pagedkv.paged_attention(
             query,
-            keys.view(pool).view(16, 16, 1, head_dim),
-            values.view(16, 16, 1, head_dim),
+            keys.view(16, 16, 1, head_dim).repeat(1, 1, kv_heads, 1).view(pool),
+            values.view(torch.uint8).view(16, 16, 1, head_dim).repeat(1, 1, kv_heads, 1).view(pool),
             torch.arange(16).expand(256, 16),
             numbers + 1,
             softmax_scale=1.0,
@@ -226,7 +230,7 @@ def test_every_fp8_byte_is_read_exactly_on_the_cpu(pool, dtype, head_dim):
         wanted = values.to(dtype)[:, None].expand_as(out)
         torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
         scores = torch.where(finite, byte.view(pool).float(), 0)
-        assert torch.equal(lse, scores * torch.tensor([1.0, -1.0, 2.0, 0.5])[:, None])
+        assert torch.equal(lse, scores * factors[:, None])
 
 
 @pytest.mark.parametrize("magnitude", [4400.0, 1e10, 1e30, 3e38])

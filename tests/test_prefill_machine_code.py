@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 # Opcodes whose first register is read, not written.
-READERS = re.compile(r"ST|BAR|SYNCS|BRA|[A-Z]*SETP|VOTE|PLOP")
+READERS = re.compile(r"ST|BAR|SYNCS|BRA|[A-Z]*SETP|PLOP")
 # The weights are the left matrix, in registers: sums, weights and the number of columns.
 OF_VALUES = re.compile(r"HGMMA\.64x(\d+)x16\S* R(\d+), R(\d+), gdesc")
 WAIT_FOR_ALL = "WARPGROUP.DEPBAR.LE gsb0, 0x0"

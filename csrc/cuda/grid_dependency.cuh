@@ -20,7 +20,7 @@ __device__ inline void await_dependency() {
 #endif
 }
 
-// Launches a kernel that calls await_dependency. `overlaps` must be false on GPUs before Hopper.
+// Launches a kernel. One that `overlaps` calls await_dependency; it must be false on GPUs before Hopper.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_dependent(
     void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, bool overlaps,

@@ -10,8 +10,7 @@ namespace torch_pagedkv {
 // Whether the rows of long sequences are written here, of a call that decode attention takes.
 bool takes_prefill(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache);
 
-// Returns memory that the kernel uses, which must not be used for other things
-// before the kernels of the call that may run beside it are launched.
+// Launched behind decode attention, which sets the counter of the problem to 0.
 void attend_prefill(
     const DecodeProblem& problem, const Tensor& key_cache, const Tensor& value_cache);
 

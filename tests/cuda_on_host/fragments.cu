@@ -222,7 +222,7 @@ struct Trial {
     }
   }
 
-  // No two elements fall into one place, and few lanes that write at once into one bank.
+  // No two elements fall into one place. Of 8 rows of a 16-bit pool all lanes write into banks of their own.
   void check_results() {
     std::set<int> places;
     for (int row = 0; row < 8; ++row) {

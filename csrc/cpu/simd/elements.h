@@ -37,7 +37,7 @@ struct Float32Units {
 inline Bits low_pairs(__m512i a, __m512i b) { return (Bits)_mm512_unpacklo_epi16(a, b); }
 inline Bits high_pairs(__m512i a, __m512i b) { return (Bits)_mm512_unpackhi_epi16(a, b); }
 
-// Where the element stands that load_fp8_as_bfloat16 and then unpacking put into lane i of 64.
+// Where the element stands that fp8_to_bfloat16 and then unpacking put into lane i of 64.
 constexpr int order_of_unpacked(int i) {
   return i % 16 / 4 * 16 + i / 32 * 8 + i / 16 % 2 * 4 + i % 4;
 }

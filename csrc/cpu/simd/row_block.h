@@ -5,7 +5,7 @@
 // Scores lie in vectors of 4 keys for each of kBlockRows rows, which makes the softmax of a block of
 // rows run down whole vectors.
 //
-// Inner loops are never inlined, what they call always is: elsewhere the compiler runs out of registers
+// Inner loops are never inlined, what they call always is: otherwise the compiler runs out of registers
 // and keeps sums in memory.
 
 inline constexpr int kBlockRows = kLanes / kBlockKeys;
