@@ -1,5 +1,6 @@
 // Scores, weights, and the state of an online softmax, with the same rules as everywhere: differences
-// of scores are multiplied by log2(e), not scores, so the largest score has the weight 1 exactly.
+// of scores are multiplied by log2(e), not scores, so the largest score has the weight 1 exactly. Prefill
+// attention takes a shorter way to weights (prefill_softmax.cuh).
 
 #pragma once
 
