@@ -10,14 +10,12 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
-import torch
+
+from devices import needs_cuda
 
 DEVICES = [
     "cpu",
-    pytest.param(
-        "cuda",
-        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine"),
-    ),
+    pytest.param("cuda", marks=needs_cuda),
 ]
 
 

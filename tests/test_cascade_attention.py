@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_pagedkv
 from cases import BF16, E4M3, E5M2, FP16, PagedCase
+from devices import needs_cuda
 from pools import assert_same_bits
 from test_paged_attention import attend, expect, largest_value
 from tolerances import assert_close, assert_close_lse
@@ -233,9 +234,6 @@ def test_parts_of_the_prefix_fill_a_gpu(tokens, heads, kv_heads, prefix_len, spl
     query = SimpleNamespace(shape=(tokens, heads, 64), is_cuda=True)
     assert choose(query, key_cache, prefix_len // 8) == splits
     assert choose(SimpleNamespace(shape=query.shape, is_cuda=False), key_cache, prefix_len // 8) == 0
-
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
 
 
 @needs_cuda

@@ -9,13 +9,12 @@ import torch
 
 import torch_pagedkv
 from cases import BF16, E4M3, E5M2, FP16, PagedCase
+from devices import needs_cuda
 from pools import assert_same_bits
 from test_paged_attention import attend, expect, largest_value, refilled, slots_of
 from tolerances import assert_close, assert_close_lse
 from torch_pagedkv.ops import cuda_attention as at_once
 from torch_pagedkv.ops.kernel_choice import cuda_attention, cuda_attention_takes
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
 
 # Calls that CUDA C++ takes or leaves, at the edges of both.
 EDGES = [

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from cases import BF16, E4M3
+from devices import needs_cuda
 from graph_launches import graph_launches
 from pools import assert_same_bits
 from torch_pagedkv import PagedAttention, PagedBatch, PagedKVCache
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
 
 HEADS, KV_HEADS, DIM, BLOCK, SEQUENCES = 8, 2, 128, 16, 3
 LONGEST = 40000

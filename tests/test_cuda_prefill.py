@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from cases import BF16, FP16, PagedCase
+from devices import needs_cuda
 from pools import LAYOUTS, assert_same_bits
 from test_paged_attention import attend, expect, largest_value, permute_blocks, refilled, slots_of
 from tolerances import assert_close, assert_close_lse
 from torch_pagedkv.ops.kernel_choice import TAKES_ALL, TAKES_SHORT, cuda_attention, cuda_attention_takes
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
 
 # Chunks that end inside tiles of 32 to 128 tokens and of 128 keys, and beside them decodes.
 LENGTHS = {"kv_lens": [700, 257, 40, 300, 1], "query_lens": [300, 257, 1, 33, 1]}

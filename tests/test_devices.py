@@ -13,9 +13,9 @@ import torch
 
 import torch_pagedkv
 from cases import BF16, E4M3, PAGED, WRITE, PagedCase
+from devices import needs_cuda
 from pools import assert_same_bits
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="CUDA: fewer than two GPUs")
 
 

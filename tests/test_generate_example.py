@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from devices import needs_cuda
 from example_programs import run_program, spoil_one_token
 from graph_launches import graph_launches
 
@@ -103,7 +104,7 @@ def test_step_without_sequences_leaves_the_pool_alone(device):
     assert torch.equal(runner.cache.storage.view(torch.int32), before)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
+@needs_cuda
 @torch.no_grad()
 def test_a_compiled_step_is_one_launch():
     """Whatever joins and leaves, the whole step is a CUDA graph that was captured before the first token."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cases import BF16, E4M3, E5M2, FP16, FP32
+from devices import needs_cuda
 from pools import make_pools
 from torch_pagedkv import inspect
 from torch_pagedkv.inspect import cuda_kernels
@@ -201,9 +202,6 @@ def test_what_cuda_cpp_does_not_take_is_told_as_triton(why, options):
     printed = str(inspect.explain([7, 2, 9], 16, 20, **options))
     assert f"read by paged_attention on CUDA, in Triton ({why})" in printed
     assert "written by reshape_and_cache on CUDA, in CUDA C++" in printed
-
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
 
 
 @needs_cuda

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo.testing
 
 from cases import BF16, E4M3, FP32
+from devices import needs_cuda
 from torch_pagedkv import reference
 from torch_pagedkv.cache import PagedBatch, PagedKVCache
 from torch_pagedkv.nn import PagedAttention
@@ -386,7 +387,7 @@ def test_a_refusal_under_compilation_keeps_its_sentence():
         compiled(query[:, :2], key, value, make_cache()[0], make_batch())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
+@needs_cuda
 def test_one_captured_graph_serves_every_step():
     device = "cuda"
     model = TwoLayers(sinks=True).to(device)

@@ -11,11 +11,11 @@ import torch.utils._python_dispatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from devices import needs_cuda
 from torch_pagedkv.cache import PagedBatch, slot_of
 from torch_pagedkv.ops import compute_slot_mapping
 
 BLOCK_SIZE = 16
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
 
 
 def tensors(batch):

@@ -58,7 +58,7 @@ def test_nothing_writes_registers_of_products_on_their_way():
     if not checked:
         pytest.skip("the library has no code for Hopper")
     for name, code in checked.items():
-        products = [(int(n), int(sums), int(weights)) for n, sums, weights in map_products(code)]
+        products = [tuple(map(int, match.groups())) for match in map(OF_VALUES.search, code) if match]
         columns, sums = products[0][:2]
         busy = set(range(sums, sums + columns // 2))
         for _, _, weights in products:
@@ -70,7 +70,3 @@ def test_nothing_writes_registers_of_products_on_their_way():
         back = next(index for index in range(last, waits[2]) if re.match(r"(@!?U?P\d )?BRA", code[index]))
         for line in code[waits[0] + 1 : waits[1]] + code[last:back]:
             assert not written(line) & busy, f"{name}: {line}"
-
-
-def map_products(code: list[str]) -> list[tuple[str, str, str]]:
-    return [match.groups() for match in map(OF_VALUES.search, code) if match]

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from cases import BF16, E4M3, E5M2, FP16, FP32
+from devices import needs_cuda
 from pools import assert_same_bits
 from torch_pagedkv.cache import BlockManager, OutOfBlocks, PagedBatch, PagedKVCache, SwapSpace
 from torch_pagedkv.cache import swap_space as swap_space_module
 from torch_pagedkv.ops import gather_kv, reshape_and_cache
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
 
 
 def make(device, *, num_blocks=6, dtype=FP32, **sizes):

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import torch_pagedkv
+from devices import needs_cuda
 from error_cases import CALLS, ERRORS
 from pools import assert_same_bits
 from torch_pagedkv.ops import value_checking
 
 VALUES = [case for case in ERRORS if case.values]
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
 
 
 def refusal(function, call) -> ValueError:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import torch_pagedkv
+from devices import needs_cuda
 from torch_pagedkv import kernel_warmup, native
 from torch_pagedkv.ops.kernel_choice import triton_launcher
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HEADS, KV_HEADS, DIM = 8, 2, 64
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no GPU on this machine")
 
 
 def pools(device: str, pool_dtype=BF16, layout="NHD", block_size=16):
