@@ -141,7 +141,6 @@ void attend_prefill(
   const int64_t multiprocessors = device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
   const int ctas = static_cast<int>(std::max<int64_t>(1, std::min(most_items, multiprocessors)));
   const cudaStream_t stream = current_stream(device);
-  grid.taken = problem.prefill_counter;
   PrefillMaps maps{};
   grid.query_is_aligned = map_query(maps.query, problem, grid);
   const int of_keys = groups_of_block(key_cache), of_values = groups_of_block(value_cache);

@@ -264,7 +264,7 @@ class WorkPublisher {
  public:
   __device__ WorkPublisher(
       const DecodeProblem& problem, const PrefillGrid& grid, PrefillControl<SHAPE>& control)
-      : finder_(problem, grid), grid_(grid), control_(control), item_(blockIdx.x) {}
+      : finder_(problem, grid), problem_(problem), control_(control), item_(blockIdx.x) {}
 
   __device__ void publish_next() {
     PrefillWork work{};
@@ -280,13 +280,13 @@ class WorkPublisher {
     // The counter is 0 once the launches before have ended. To ask again would cost each item its L1 cache.
     if (item_ < gridDim.x) await_dependency();
     unsigned long long taken = 0;
-    if (threadIdx.x % 32 == 0) taken = atomicAdd(grid_.taken, 1ull);
+    if (threadIdx.x % 32 == 0) taken = atomicAdd(problem_.prefill_counter, 1ull);
     item_ = gridDim.x + static_cast<int64_t>(__shfl_sync(0xFFFFFFFF, taken, 0));
   }
 
  private:
   WorkFinder<SHAPE::kKeys> finder_;
-  const PrefillGrid& grid_;
+  const DecodeProblem& problem_;
   PrefillControl<SHAPE>& control_;
   int64_t item_;
   Ring<kWorkSlots> slot_;

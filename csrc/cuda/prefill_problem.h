@@ -11,7 +11,6 @@ namespace torch_pagedkv {
 
 struct PrefillGrid {
   int tokens_of_tile;  // query tokens that a CTA takes at once, with all heads of a tile
-  unsigned long long* taken;  // items that CTAs took after their first one, 0 at the start
   int granule;         // positions that are adjacent in memory wherever a tile of keys lies
   // What the copy engine can copy; the rest warps copy themselves.
   bool query_is_aligned, pools_are_aligned;
