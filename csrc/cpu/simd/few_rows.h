@@ -3,12 +3,12 @@
 // A body, not a header: a file of kernels includes it inside of its own namespace.
 //
 // All query heads of a KV head go through a key or value while it is in the fastest cache, and
-// meanwhile the same row of the next tile is fetched into the second one. KV heads are taken
+// meanwhile the rows of the next tile are fetched into the second one. KV heads are taken
 // together, tile by tile, because they share pages of memory.
 //
 // Where a token's heads are neighbours and their rows wide, keys and then values of a tile are taken in
 // the order of memory instead, all heads of a few tokens after those of the tokens before, and rows are
-// fetched a few tokens ahead. Of fp8 only the keys are.
+// fetched as many tokens ahead. Of fp8 only the keys are.
 
 // Blocks of values whose elements are taken in several passes before the next.
 inline constexpr int kBlocksOfAPass = 8;
@@ -159,6 +159,7 @@ class FewRows {
     const bool is_uniform = place_tile(tile, tokens.first, tokens.last);
     const bool is_whole =
         is_uniform && tokens.first % kBlockKeys == 0 && tokens.last % kBlockKeys == 0;
+    next.look_up_pages();
     if constexpr (kByToken) {
       take_by_token(tokens, next, is_uniform, is_whole);
     } else {
@@ -170,31 +171,31 @@ class FewRows {
       const TileTokens& tokens, const TileTokens& next, bool is_uniform, bool is_whole) {
     const int begin = tokens.begin_block(), end = tokens.end_block();
     for (int64_t head = 0; head < item_.kv_heads; ++head) {
-      keys_.look_ahead(next.keys, key_offset(head));
-      values_.look_ahead(next.values, value_offset(head));
+      RowsAhead keys = keys_ahead(head, next.run_of(next.keys));
+      RowsAhead values = values_ahead(head, next.run_of(next.values));
       take_keys(head, tokens, begin, end);
       take_values(head, tokens, begin, end);
-      const ScoreRule rule = rule_of(head);
       for (int64_t block = 0; block < row_blocks_; ++block) {
-        // The first block of rows to go through a tile fetches the next.
-        score(head, block, begin, end, block == 0);
-        weigh_and_add(head, block, rule, tokens, begin, end, is_uniform, is_whole);
+        score(head, block, begin, end, keys);
+        weigh_and_add(head, block, tokens, begin, end, is_uniform, is_whole, values);
       }
+      keys.fetch_all();
+      values.fetch_all();
     }
   }
 
   void weigh_and_add(
       int64_t head,
       int64_t block,
-      const ScoreRule& rule,
       const TileTokens& tokens,
       int begin,
       int end,
       bool is_uniform,
-      bool is_whole) {
-    weigh(head, block, rule, begin, end, is_whole, block == 0);
+      bool is_whole,
+      RowsAhead& ahead) {
+    weigh(head, block, begin, end, is_whole, ahead);
     if (is_uniform) {
-      add(head, block, begin, end, block == 0);
+      add(head, block, begin, end, ahead);
     } else {
       add_row_by_row(head, block, tokens, begin, end);
       take_values(head, tokens, begin, end);
@@ -206,70 +207,72 @@ class FewRows {
     const int begin = tokens.begin_block(), end = tokens.end_block();
     for (int from = begin; from < end; from += kKeyBlocks) {
       const int to = from + kKeyBlocks < end ? from + kKeyBlocks : end;
-      int fetched = 0;
-      const char* const* const ahead =
-          ahead_of(tokens.keys, tokens, next.keys, next, from, to, fetched);
+      const TokenRun run = run_ahead(tokens.keys, tokens, next.keys, next, from, to);
       for (int64_t head = 0; head < item_.kv_heads; ++head) {
-        keys_.fetch_rows(ahead, key_offset(head), fetched);
+        RowsAhead ahead = keys_ahead(head, run);
         take_keys(head, tokens, from, to);
-        for (int64_t block = 0; block < row_blocks_; ++block) score(head, block, from, to, false);
+        for (int64_t block = 0; block < row_blocks_; ++block) score(head, block, from, to, ahead);
+        ahead.fetch_all();
       }
     }
     if constexpr (Units::kBytes == 1) {
       // A few tokens' values are too few bytes to load and store sums for.
       for (int64_t head = 0; head < item_.kv_heads; ++head) {
-        values_.look_ahead(next.values, value_offset(head));
+        RowsAhead ahead = values_ahead(head, next.run_of(next.values));
         take_values(head, tokens, begin, end);
-        const ScoreRule rule = rule_of(head);
         for (int64_t block = 0; block < row_blocks_; ++block) {
-          weigh_and_add(head, block, rule, tokens, begin, end, is_uniform, is_whole);
+          weigh_and_add(head, block, tokens, begin, end, is_uniform, is_whole, ahead);
         }
+        ahead.fetch_all();
       }
       return;
     }
+    RowsAhead none;
     for (int64_t head = 0; head < item_.kv_heads; ++head) {
-      const ScoreRule rule = rule_of(head);
       for (int64_t block = 0; block < row_blocks_; ++block) {
-        weigh(head, block, rule, begin, end, is_whole, false);
+        weigh(head, block, begin, end, is_whole, none);
       }
     }
     for (int from = begin; from < end; from += kValueBlocks) {
       const int to = from + kValueBlocks < end ? from + kValueBlocks : end;
-      int fetched = 0;
-      const char* const* const ahead =
-          ahead_of(tokens.values, tokens, next.values, next, from, to, fetched);
+      const TokenRun run = run_ahead(tokens.values, tokens, next.values, next, from, to);
       for (int64_t head = 0; head < item_.kv_heads; ++head) {
-        values_.fetch_rows(ahead, value_offset(head), fetched);
+        RowsAhead ahead = values_ahead(head, run);
         if (is_uniform) take_values(head, tokens, from, to);
         for (int64_t block = 0; block < row_blocks_; ++block) {
           if (is_uniform) {
-            add(head, block, from, to, false);
+            add(head, block, from, to, ahead);
           } else {
             add_row_by_row(head, block, tokens, from, to);
           }
         }
+        ahead.fetch_all();
       }
     }
   }
 
-  // The rows to fetch while blocks [from, to) of a tile are computed, and how many.
-  static const char* const* ahead_of(
+  // What to fetch while blocks [from, to) of a tile are computed.
+  static TokenRun run_ahead(
       const char* const* rows,
       const TileTokens& tokens,
       const char* const* next_rows,
       const TileTokens& next,
       int from,
-      int to,
-      int& count) {
+      int to) {
     int block = from + kBlocksAhead, end = tokens.end_block();
     if (block >= end) {
       block += next.begin_block() - end;
       end = next.end_block();
       rows = next_rows;
     }
-    const int blocks = to - from < end - block ? to - from : end - block;
-    count = blocks > 0 ? blocks * kBlockKeys : 0;
-    return rows + block * kBlockKeys;
+    return {rows, block, to - from < end - block ? block + to - from : end};
+  }
+
+  RowsAhead keys_ahead(int64_t head, const TokenRun& run) const {
+    return {run, key_offset(head), attention_.key_pool.row_bytes()};
+  }
+  RowsAhead values_ahead(int64_t head, const TokenRun& run) const {
+    return {run, value_offset(head), attention_.value_pool.row_bytes()};
   }
 
   int64_t key_offset(int64_t head) const { return head * attention_.key_pool.head_stride; }
@@ -315,35 +318,39 @@ class FewRows {
 
   template <int kRows>
   [[gnu::noinline]] void score_rows(
-      const uint32_t* queries, float* scores, int begin, int end, bool fetches) {
+      const uint32_t* queries, float* scores, int begin, int end, RowsAhead& rows_ahead) {
+    RowsAhead ahead = rows_ahead;
     int block = begin;
     for (; block + kBlocksAtOnce <= end; block += kBlocksAtOnce) {
-      score_blocks<kRows, kBlocksAtOnce>(queries, scores, block, fetches);
+      score_blocks<kRows, kBlocksAtOnce>(queries, scores, block, ahead);
     }
     if constexpr (kBlocksAtOnce > 1) {
-      if (block < end) score_blocks<kRows, 1>(queries, scores, block, fetches);
+      if (block < end) score_blocks<kRows, 1>(queries, scores, block, ahead);
     }
+    rows_ahead = ahead;
   }
 
   template <int kRows, int kBlocks>
   [[gnu::always_inline]] void score_blocks(
-      const uint32_t* queries, float* scores, int first, bool fetches) {
+      const uint32_t* queries, float* scores, int first, RowsAhead& ahead) {
     DotSums<Units> sums[kBlocks];
 #pragma GCC unroll 2
     for (int i = 0; i < kBlocks; ++i) {
       const int key = (first + i) * kBlockKeys;
-      for (int n = 0; fetches && n < kBlockKeys; ++n) keys_.fetch(key + n);
-      dot_block<Units, kRows>(queries, keys_.rows + key, key_steps_, sums[i]);
+      dot_block<Units, kRows>(queries, keys_.rows + key, key_steps_, sums[i], ahead);
     }
 #pragma GCC unroll 2
     for (int i = 0; i < kBlocks; ++i) store(scores + (first + i) * kLanes, sum_each(sums[i]));
   }
 
-  void score(int64_t head, int64_t block, int begin, int end, bool fetches) {
+  int passes_from(int64_t block) const { return static_cast<int>(row_blocks_ - block); }
+
+  void score(int64_t head, int64_t block, int begin, int end, RowsAhead& ahead) {
+    ahead.begin_pass(passes_from(block), (end - begin) * key_steps_);
     const uint32_t* const queries = queries_of(head, block);
     float* const scores = scores_of(head, block);
     with_rows(block, [&](auto rows) {
-      score_rows<decltype(rows)::value>(queries, scores, begin, end, fetches);
+      score_rows<decltype(rows)::value>(queries, scores, begin, end, ahead);
     });
   }
 
@@ -358,15 +365,15 @@ class FewRows {
   void weigh(
       int64_t head,
       int64_t block,
-      const ScoreRule& rule,
       int begin,
       int end,
       bool is_whole,
-      bool fetches) {
+      RowsAhead& ahead) {
+    const ScoreRule rule = rule_of(head);
+    ahead.begin_pass(2 * passes_from(block), 2 * (end - begin));
     RowBlock& rows = block_of(head, block);
     float* const scores = scores_of(head, block);
     uint32_t* const weights = weights_of(head, block);
-    const TileRows* const ahead = fetches ? &values_ : nullptr;
     const Float decay =
         is_whole ? weigh_block<Units, false>(rows, rule, scores, weights, begin, end, ahead)
                  : weigh_block<Units, true>(rows, rule, scores, weights, begin, end, ahead);
@@ -378,52 +385,39 @@ class FewRows {
     }
   }
 
-  // One pass over values, for kSteps steps of their elements.
-  template <int kRows, int kSteps>
-  void add_steps(
-      const uint32_t* weights, float* sums, int begin, int end, bool fetches, int pass, int64_t step) {
-    // Half of each block's values are left to fetch, in the first two passes if there are as many.
-    const bool is_only = value_steps_ <= kSteps;
-    const int first = pass == 0 ? kBlockKeys / 2 : kBlockKeys - 1;
-    const int last = pass > 1 ? 0 : pass == 0 && !is_only ? kBlockKeys - 1 : kBlockKeys;
-    add_values<Units, kRows, kSteps>(
-        weights,
-        values_,
-        step,
-        begin,
-        end,
-        sums + step * Units::kStep,
-        sum_units_,
-        first,
-        fetches ? last : 0);
-  }
-
   template <int kRows>
-  void add_to_rows(const uint32_t* weights, float* sums, int begin, int end, bool fetches) {
-    constexpr int kVectors = Units::kValueVectors, kRegisters = kLanes == 16 ? 16 : 8;
-    constexpr int kFew = 4 / kVectors, kMany = kRows * 8 <= kRegisters ? 8 / kVectors : kFew;
-    int pass = 0;
-    for (int64_t step = 0; step < value_steps_; ++pass) {
+  void add_to_rows(const uint32_t* weights, float* sums, int begin, int end, RowsAhead& ahead) {
+    constexpr int kFew = ValuePasses<Units, kRows>::kFew, kMany = ValuePasses<Units, kRows>::kMany;
+    for (int64_t step = 0; step < value_steps_;) {
       const int64_t left = value_steps_ - step;
+      float* const sums_of_step = sums + step * Units::kStep;
       if (left >= kMany) {
-        add_steps<kRows, kMany>(weights, sums, begin, end, fetches, pass, step);
+        add_values<Units, kRows, kMany>(
+            weights, values_, step, begin, end, sums_of_step, sum_units_, ahead);
         step += kMany;
       } else if (left >= kFew) {
-        add_steps<kRows, kFew>(weights, sums, begin, end, fetches, pass, step);
+        add_values<Units, kRows, kFew>(
+            weights, values_, step, begin, end, sums_of_step, sum_units_, ahead);
         step += kFew;
       } else {
-        add_steps<kRows, 1>(weights, sums, begin, end, fetches, pass, step++);
+        add_values<Units, kRows, 1>(
+            weights, values_, step, begin, end, sums_of_step, sum_units_, ahead);
+        step += 1;
       }
     }
   }
 
-  void add(int64_t head, int64_t block, int begin, int end, bool fetches) {
+  void add(int64_t head, int64_t block, int begin, int end, RowsAhead& ahead) {
     const uint32_t* const weights = weights_of(head, block);
     float* const sums = sums_of(head, block * kBlockRows);
     with_rows(block, [&](auto rows) {
+      constexpr int kRows = decltype(rows)::value;
+      ahead.begin_pass(
+          passes_from(block),
+          ValuePasses<Units, kRows>::count(value_steps_) * (end - begin) * kMomentsOfBlock<Units>);
       for (int from = begin; from < end; from += kBlocksOfAPass) {
         const int to = from + kBlocksOfAPass < end ? from + kBlocksOfAPass : end;
-        add_to_rows<decltype(rows)::value>(weights, sums, from, to, fetches);
+        add_to_rows<kRows>(weights, sums, from, to, ahead);
       }
     });
   }
@@ -432,6 +426,7 @@ class FewRows {
   // see.
   void add_row_by_row(int64_t head, int64_t block, const TileTokens& tokens, int from, int to) {
     const RowBlock& rows = block_of(head, block);
+    RowsAhead none;
     for (int i = 0; i < rows_in_block(block); ++i) {
       const TileTokens seen{
           tokens.keys, tokens.values, rows.low[i * kBlockKeys], rows.high[i * kBlockKeys]};
@@ -443,7 +438,7 @@ class FewRows {
           sums_of(head, block * kBlockRows + i),
           first / kBlockKeys,
           (last + kBlockKeys - 1) / kBlockKeys,
-          false);
+          none);
     }
   }
 

@@ -32,7 +32,7 @@ inline Int keys_of_block(int block) {
 }
 
 // Turns the dots of blocks [begin, end) into weights relative to the rows' new maxima, and returns
-// the factors that bring what was summed before to those. Fetches half of the values of `ahead`.
+// the factors that bring what was summed before to those.
 template <class Units, bool kMasked>
 [[gnu::noinline]] Float weigh_block(
     RowBlock& rows,
@@ -41,10 +41,11 @@ template <class Units, bool kMasked>
     uint32_t* weights,
     int begin,
     int end,
-    const TileRows* ahead) {
+    RowsAhead& rows_ahead) {
+  RowsAhead ahead = rows_ahead;
   Float largest = broadcast(-kInfinity);
   for (int block = begin; block < end; ++block) {
-    if (ahead != nullptr) ahead->fetch(block * kBlockKeys);
+    ahead.moment();
     const Int keys = keys_of_block(block);
     Float score = load(scores + block * kLanes);
     if (rule.is_plain) {
@@ -64,7 +65,7 @@ template <class Units, bool kMasked>
       maximum > rows.maximum, exp_of_nonpositive(rows.maximum - maximum), broadcast(1.0f));
   Float total = {};
   for (int block = begin; block < end; ++block) {
-    if (ahead != nullptr) ahead->fetch(block * kBlockKeys + 1);
+    ahead.moment();
     Float weight = exp_of_nonpositive(load(scores + block * kLanes) - maximum);
     if (kMasked) {
       const Int keys = keys_of_block(block);
@@ -79,6 +80,7 @@ template <class Units, bool kMasked>
 #endif
     }
   }
+  rows_ahead = ahead;
   rows.maximum = maximum;
   rows.denominator = multiply_add(rows.denominator, decay, total);
   return decay;
@@ -91,7 +93,8 @@ using DotSums = Float[kBlockRows][kBlockKeys / Units::kKeysTogether];
 // Dots of kRows query rows with a block of keys.
 template <class Units, int kRows>
 [[gnu::always_inline]] inline void dot_block(
-    const uint32_t* queries, const char* const* keys, int64_t steps, DotSums<Units>& sums) {
+    const uint32_t* queries, const char* const* keys, int64_t steps, DotSums<Units>& sums,
+    RowsAhead& ahead) {
   constexpr int kTogether = Units::kKeysTogether, kLoads = kBlockKeys / kTogether;
   constexpr int kVectors = Units::kKeyVectors * kTogether;
   constexpr int kBytes = Units::kStep * Units::kBytes;
@@ -101,6 +104,7 @@ template <class Units, int kRows>
     for (int j = 0; j < kLoads; ++j) sums[i][j] = Float{};
   }
   for (int64_t step = 0; step < steps; ++step) {
+    ahead.moment();
     Bits key[kLoads][kVectors];
     const uint32_t* const query = queries + step * kVectors * kBlockRows * kLanes;
 #pragma GCC unroll 4
@@ -137,8 +141,23 @@ template <class Units, int kRows>
   }
 }
 
+// Passes over values: of kMany steps of their elements at once, then of kFew, then of one.
+template <class Units, int kRows>
+struct ValuePasses {
+  static constexpr int kVectors = Units::kValueVectors, kRegisters = kLanes == 16 ? 16 : 8;
+  static constexpr int kFew = 4 / kVectors;
+  static constexpr int kMany = kRows * 8 <= kRegisters ? 8 / kVectors : kFew;
+
+  static int64_t count(int64_t steps) {
+    return steps / kMany + steps % kMany / kFew + steps % kMany % kFew;
+  }
+};
+
+// How often add_values may fetch in a pass over a block of values. Of fp8, whose rows are short, once.
+template <class Units>
+inline constexpr int kMomentsOfBlock = Units::kBytes == 1 ? 1 : kBlockKeys / Units::kPair;
+
 // sums[row] += weight[row][n] * value[n] over blocks [begin, end), for kSteps steps of elements.
-// Fetches rows [first_fetched, last_fetched) of each block of the next tile.
 template <class Units, int kRows, int kSteps>
 [[gnu::noinline]] void add_values(
     const uint32_t* weights,
@@ -148,8 +167,8 @@ template <class Units, int kRows, int kSteps>
     int end,
     float* sums,
     int64_t sums_stride,
-    int first_fetched,
-    int last_fetched) {
+    RowsAhead& rows_ahead) {
+  RowsAhead ahead = rows_ahead;
   constexpr int kVectors = Units::kValueVectors, kPair = Units::kPair;
   constexpr int kBytes = Units::kStep * Units::kBytes;
   Float sum[kRows][kSteps * kVectors];
@@ -161,9 +180,9 @@ template <class Units, int kRows, int kSteps>
   for (int block = begin; block < end; ++block) {
     const uint32_t* const weight = weights + block * (kLanes / kPair);
     const char* const* const rows = values.rows + block * kBlockKeys;
-    for (int n = first_fetched; n < last_fetched; ++n) values.fetch(block * kBlockKeys + n);
 #pragma GCC unroll 4
     for (int n = 0; n < kBlockKeys; n += kPair) {
+      if (n == 0 || kMomentsOfBlock<Units> > 1) ahead.moment();
 #pragma GCC unroll 4
       for (int s = 0; s < kSteps; ++s) {
         Bits value[kVectors];
@@ -185,4 +204,5 @@ template <class Units, int kRows, int kSteps>
 #pragma GCC unroll 8
     for (int v = 0; v < kSteps * kVectors; ++v) store(sums + i * sums_stride + v * kLanes, sum[i][v]);
   }
+  rows_ahead = ahead;
 }

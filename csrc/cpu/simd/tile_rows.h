@@ -4,6 +4,12 @@
 
 inline constexpr int kBlockKeys = 4;
 
+// Tokens of blocks [begin, end) of a tile.
+struct TokenRun {
+  const char* const* rows;
+  int begin, end;
+};
+
 // Where the positions of a tile are in the pools, and which of them are used: [first, last).
 struct TileTokens {
   const char** keys;
@@ -16,6 +22,15 @@ struct TileTokens {
   // The used positions of blocks from or up to one.
   int first_of(int begin) const { return begin * kBlockKeys > first ? begin * kBlockKeys : first; }
   int last_of(int end) const { return end * kBlockKeys < last ? end * kBlockKeys : last; }
+  // All that is used, of `keys` or `values`.
+  TokenRun run_of(const char* const* rows) const { return {rows, begin_block(), end_block()}; }
+
+  // Has the pages of all tokens looked up side by side. Rows that are fetched one by one would wait for one
+  // page after another.
+  void look_up_pages() const {
+    for (int n = 0; n < kTile; ++n) __builtin_prefetch(keys[n], 0, 2);
+    for (int n = 0; n < kTile; ++n) __builtin_prefetch(values[n], 0, 2);
+  }
 };
 
 // Looks up the positions of a tile that are in `used`. Positions beside them in a block of keys get
@@ -49,13 +64,57 @@ inline void look_up(
   }
 }
 
+// Rows of later keys or values, fetched one by one between the products of those before. A memory that
+// is asked for many rows at once keeps the loads of those products waiting, or drops what it is asked for.
+class RowsAhead {
+ public:
+  RowsAhead() = default;
+  RowsAhead(const TokenRun& run, int64_t head_offset, int64_t row_bytes)
+      : next_(run.rows + run.begin * kBlockKeys),
+        left_(run.begin < run.end ? (run.end - run.begin) * kBlockKeys : 0),
+        head_offset_(head_offset),
+        row_bytes_(row_bytes) {}
+
+  // Begins the first of so many passes, of so many moments each, that share the rows that are left.
+  void begin_pass(int passes, int64_t moments) {
+    of_pass_ = (left_ + passes - 1) / passes;
+    moments_ = moments;
+    due_ = 0;
+  }
+  [[gnu::always_inline]] void moment() {
+    for (due_ += of_pass_; due_ >= moments_; due_ -= moments_) {
+      if (left_ > 0) fetch();
+    }
+  }
+  [[gnu::always_inline]] void fetch_all() {
+    while (left_ > 0) fetch();
+  }
+
+ private:
+  // All lines of a row at once, since memory likes them in their order, and not into the first cache,
+  // which they would flood. (Inlined: the compiler takes a call that only fetches for one that does
+  // nothing.)
+  [[gnu::always_inline]] void fetch() {
+    const char* const row = *next_++ + head_offset_;
+    --left_;
+    for (int64_t line = 0; line < row_bytes_; line += 128) {
+      __builtin_prefetch(row + line, 0, 2);
+      __builtin_prefetch(row + line + 64, 0, 2);
+    }
+  }
+
+  const char* const* next_ = nullptr;
+  int left_ = 0, of_pass_ = 0;
+  int64_t moments_ = 1, due_ = 0;  // `due_`: rows times moments
+  int64_t head_offset_ = 0, row_bytes_ = 0;
+};
+
 // Rows of one KV head of a tile, or copies of them that are padded with zeros to whole steps.
 class TileRows {
  public:
   TileRows(const Pool& pool, int64_t row_bytes, Carver& carver)
       : pool_bytes_(pool.row_bytes()), row_bytes_(row_bytes), is_padded_(row_bytes != pool_bytes_) {
     rows = carver.take<const char*>(kTile);
-    ahead_ = carver.take<const char*>(kTile);
     zeros_ = carver.take<char>(row_bytes);
     std::memset(zeros_, 0, static_cast<size_t>(row_bytes));
     if (!is_padded_) return;
@@ -91,26 +150,6 @@ class TileRows {
     }
   }
 
-  // Names the rows to fetch, one for each that is used.
-  void look_ahead(const char* const* tokens, int64_t head_offset) {
-    for (int n = 0; n < kTile; ++n) ahead_[n] = tokens[n] + head_offset;
-  }
-  // Fetches one of them: all of its lines at once, since memory likes them in their order, and not into
-  // the first cache, which they would flood.
-  void fetch(int n) const {
-    for (int64_t line = 0; line < pool_bytes_; line += 64) {
-      __builtin_prefetch(ahead_[n] + line, 0, 2);
-    }
-  }
-  // Fetches rows of whole blocks of keys, as above. (Inlined: the compiler takes a call that only fetches
-  // for one that does nothing.)
-  [[gnu::always_inline]] void fetch_rows(
-      const char* const* tokens, int64_t head_offset, int count) const {
-    for (int n = 0; n < count; ++n) {
-      const char* const row = tokens[n] + head_offset;
-      for (int64_t line = 0; line < pool_bytes_; line += 64) __builtin_prefetch(row + line, 0, 2);
-    }
-  }
   const char* zeros() const { return zeros_; }
 
   const char** rows;
@@ -118,7 +157,6 @@ class TileRows {
  private:
   int64_t pool_bytes_, row_bytes_;
   bool is_padded_;
-  const char** ahead_;
   char* zeros_;
   char* copies_ = nullptr;
 };
