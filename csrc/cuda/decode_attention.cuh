@@ -262,6 +262,18 @@ __device__ inline void write_padding(const DecodeProblem& problem) {
   }
 }
 
+// Lets the launches behind start. Prefill attention counts its items before this launch ends: no CTA of it starts
+// before all of these allow it, so the counter is 0 by then. The last CTA has the least to read.
+__device__ inline void begin_launches_behind(const DecodeProblem& problem) {
+  const bool sets_counter = problem.prefill_counter != nullptr && blockIdx.x == gridDim.x - 1;
+  if (sets_counter) {
+    if (threadIdx.x != 0) return;
+    atomicExch(problem.prefill_counter, 0ull);
+    __threadfence();
+  }
+  allow_dependents();
+}
+
 // Where a warp goes, nowhere perhaps. Called by the whole CTA.
 template <int TILE, int THREADS>
 __device__ inline Walk<TILE> way_of_warp(const DecodeProblem& problem) {
@@ -292,7 +304,7 @@ __global__ void __launch_bounds__(TILE::kThreads, TILE::kCtas)
     decode_attention(const __grid_constant__ DecodeProblem problem) {
   extern __shared__ __align__(1024) char memory[];
   __shared__ typename WarpReader<TILE>::Shared shared[TILE::kWarps];
-  allow_dependents();
+  begin_launches_behind(problem);
   if (problem.num_sequences > 0) {
     const int warp = threadIdx.x / 32;
     const Walk<TILE::kKeys> walk = way_of_warp<TILE::kKeys, TILE::kThreads>(problem);
@@ -301,7 +313,6 @@ __global__ void __launch_bounds__(TILE::kThreads, TILE::kCtas)
     }
   }
   write_padding(problem);
-  if (blockIdx.x == 0 && threadIdx.x == 0 && problem.prefill_counter != nullptr) *problem.prefill_counter = 0;
 }
 
 }  // namespace torch_pagedkv

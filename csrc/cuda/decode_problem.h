@@ -78,8 +78,7 @@ struct DecodeProblem {
   // Of one item, before each sequence, then of all: written by the first launch where it is not null.
   int64_t* tiles_before;
   int joining_groups;     // of lanes, that share the parts of the same columns
-  // Of items that CTAs of prefill attention took after their first ones: it is launched after and finds 0 here.
-  // Null: it is not launched.
+  // Of items that CTAs of prefill attention took: it is launched after and finds 0 here. Null: it is not launched.
   unsigned long long* prefill_counter;
 
   // From `group` on.

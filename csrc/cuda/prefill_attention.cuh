@@ -261,6 +261,7 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) prefill_attention(
 #if defined(TORCH_PAGEDKV_HOPPER)
   extern __shared__ __align__(1024) char unaligned[];
   __shared__ PrefillControl<SHAPE> control;
+  allow_dependents();
   char* const shared = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
   if (threadIdx.x == 0) {
     constexpr int kAttending = 4 * SHAPE::kGroups;
@@ -273,6 +274,7 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) prefill_attention(
       control.values_empty[stage].init(kAttending);
       control.values_raw[stage].init(1);
     }
+    control.work_wanted.init(1);
     control.query_full.init(1);
     control.query_empty.init(kAttending);
     for (int slot = 0; slot < kWorkSlots; ++slot) {

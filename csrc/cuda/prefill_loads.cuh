@@ -44,7 +44,9 @@ class TileCopier {
     const int kv_head = work.kv_head;
     const int granules = SHAPE::kKeys / grid_.granule;
     const int stop = work.first_tile + work.tiles;
+    if (work.tiles == 0) want_work();
     for (int tile = work.first_tile; tile < stop; ++tile) {
+      if (stop - tile == min(work.tiles, kTilesAhead)) want_work();
       const int first = tile * granules % 32;
       if (tile == work.first_tile || first == 0) look_up(work, tile * granules - first);
       Barrier& is_full = !is_keys_ && work.is_edge<SHAPE::kKeys>(tile) ? control_.values_raw[stage_]
@@ -65,6 +67,11 @@ class TileCopier {
   }
 
  private:
+  // Of two copiers one asks.
+  __device__ void want_work() {
+    if (is_keys_ && threadIdx.x % 32 == 0) control_.work_wanted.arrive();
+  }
+
   // Where a position of a sequence lies.
   struct Place {
     int64_t block;
@@ -264,11 +271,15 @@ class WorkPublisher {
  public:
   __device__ WorkPublisher(
       const DecodeProblem& problem, const PrefillGrid& grid, PrefillControl<SHAPE>& control)
-      : finder_(problem, grid), problem_(problem), control_(control), item_(blockIdx.x) {}
+      : finder_(problem, grid), problem_(problem), control_(control) {}
 
+  // The counter was set before this launch started.
   __device__ void publish_next() {
+    unsigned long long item = 0;
+    if (threadIdx.x % 32 == 0) item = atomicAdd(problem_.prefill_counter, 1ull);
+    item = __shfl_sync(0xFFFFFFFF, item, 0);
     PrefillWork work{};
-    if (!finder_.find(item_, work)) work.tiles = -1;
+    if (!finder_.find(static_cast<int64_t>(item), work)) work.tiles = -1;
     control_.work_empty[slot_.index].wait(slot_.parity ^ 1);
     if (threadIdx.x % 32 == 0) {
       control_.work[slot_.index] = work;
@@ -276,19 +287,12 @@ class WorkPublisher {
     }
     __syncwarp();
     slot_.advance();
-    if (work.tiles < 0) return;
-    // The counter is 0 once the launches before have ended. To ask again would cost each item its L1 cache.
-    if (item_ < gridDim.x) await_dependency();
-    unsigned long long taken = 0;
-    if (threadIdx.x % 32 == 0) taken = atomicAdd(problem_.prefill_counter, 1ull);
-    item_ = gridDim.x + static_cast<int64_t>(__shfl_sync(0xFFFFFFFF, taken, 0));
   }
 
  private:
   WorkFinder<SHAPE::kKeys> finder_;
   const DecodeProblem& problem_;
   PrefillControl<SHAPE>& control_;
-  int64_t item_;
   Ring<kWorkSlots> slot_;
 };
 
@@ -312,13 +316,16 @@ __device__ inline void bring_queries(
     const DecodeProblem& problem, const PrefillGrid& grid, const CUtensorMap& map,
     PrefillControl<SHAPE>& control, char* target) {
   WorkPublisher<SHAPE> publisher(problem, grid, control);
-  Ring<1> of_query;
+  Ring<1> of_query, of_wanted;
   publisher.publish_next();
   take_work(control, [&](const PrefillWork& work) {
     control.query_empty.wait(of_query.parity ^ 1);
     __syncwarp();  // no lane is behind when one gives the barrier its next phase
     of_query.advance();
     copy_query<SHAPE>(problem, grid, map, work, control, target);
+    control.work_wanted.wait(of_wanted.parity);
+    __syncwarp();
+    of_wanted.advance();
     publisher.publish_next();
   });
 }

@@ -124,8 +124,10 @@ class WorkFinder {
   int64_t before_ = 0;  // their tiles
 };
 
-// Work is found so much ahead that no warp waits for it.
+// Work is found ahead, so that no warp waits for it: when the copies of an item's last keys begin, not before,
+// since others may come to an end earlier.
 inline constexpr int kWorkSlots = 3;
+inline constexpr int kTilesAhead = 4;
 
 // What warps tell each other.
 template <class SHAPE>
@@ -134,6 +136,7 @@ struct PrefillControl {
   Barrier values_full[SHAPE::kValueStages], values_empty[SHAPE::kValueStages];
   Barrier values_raw[SHAPE::kValueStages];  // values of an edge, before they were cleaned
   Barrier query_full, query_empty;
+  Barrier work_wanted;  // once for each item
   Barrier work_full[kWorkSlots], work_empty[kWorkSlots];
   PrefillWork work[kWorkSlots];
   uint32_t missing[SHAPE::kKeyStages][SHAPE::kKeys / 32];  // keys whose block is not in the pool
