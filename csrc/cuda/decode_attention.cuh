@@ -274,11 +274,19 @@ __device__ inline void begin_launches_behind(const DecodeProblem& problem) {
   allow_dependents();
 }
 
+// The CTA's place in the order of tiles. Those with neighbouring numbers run on multiprocessors that share their
+// way to memory: where some have nothing to read, it is one of such two.
+__device__ inline int64_t place_of_cta(bool leaves) {
+  if (!leaves) return blockIdx.x;
+  return blockIdx.x % 2 * ((gridDim.x + 1) / 2) + blockIdx.x / 2;
+}
+
 // Where a warp goes, nowhere perhaps. Called by the whole CTA.
-template <int TILE, int THREADS>
+template <int TILE, int THREADS, bool LEAVES>
 __device__ inline Walk<TILE> way_of_warp(const DecodeProblem& problem) {
-  __shared__ TeamStarts<TILE, THREADS> starts;
-  const int64_t warps = blockDim.x / 32, first_warp = blockIdx.x * warps;
+  __shared__ TeamStarts<TILE, THREADS, LEAVES> starts;
+  const int64_t place = place_of_cta(LEAVES && problem.beside.tokens_of_tile > 0);
+  const int64_t warps = blockDim.x / 32, first_warp = place * warps;
   const int64_t number = first_warp + threadIdx.x / 32;
   if (problem.parts > 0) {  // a warp for each part; those of the items of a sequence are neighbours
     const int64_t items = problem.items_of_sequence(), before = quotient(number, items);
@@ -307,7 +315,7 @@ __global__ void __launch_bounds__(TILE::kThreads, TILE::kCtas)
   begin_launches_behind(problem);
   if (problem.num_sequences > 0) {
     const int warp = threadIdx.x / 32;
-    const Walk<TILE::kKeys> walk = way_of_warp<TILE::kKeys, TILE::kThreads>(problem);
+    const auto walk = way_of_warp<TILE::kKeys, TILE::kThreads, TILE::kLeaves>(problem);
     if (!walk.is_done()) {
       WarpReader<TILE>(problem, walk, shared[warp], memory + warp * TILE::kWarpBytes).read_all();
     }

@@ -10,34 +10,41 @@
 
 namespace torch_pagedkv {
 
-// Tiles of one item, before a sequence and of all.
-struct TileSums {
-  int64_t before, total;
+// Where a sequence's tiles lie in the order of all: tiles of one item before it, and the share of a team.
+struct TileOrder {
+  int64_t before, share;
 
   // Called by the whole CTA.
-  template <int TILE>
-  __device__ static TileSums up_to(const DecodeProblem& problem, int index) {
-    __shared__ TileSums of_warps[kMergeThreads / 32];
-    TileSums sums{0, 0};
+  template <int TILE, bool LEAVES>
+  __device__ static TileOrder of(const DecodeProblem& problem, int index) {
+    struct Sums {
+      int64_t before, total;
+      PrefillLoad load;
+    };
+    __shared__ Sums of_warps[kMergeThreads / 32];
+    Sums sums{};
 #pragma unroll 1
     for (int other = threadIdx.x; other < problem.num_sequences; other += kMergeThreads) {
-      const int tiles = sequence_of<TILE>(problem, other).tiles;
-      sums.total += tiles;
-      if (other < index) sums.before += tiles;
+      const Sequence sequence = sequence_of<TILE>(problem, other);
+      sums.total += sequence.tiles;
+      if (other < index) sums.before += sequence.tiles;
+      sums.load.add(prefill_load_of<LEAVES>(problem, other, sequence));
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
       sums.before += __shfl_xor_sync(0xFFFFFFFF, sums.before, distance);
       sums.total += __shfl_xor_sync(0xFFFFFFFF, sums.total, distance);
     }
+    if constexpr (LEAVES) sums.load = sums.load.of_warp();
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sums;
     __syncthreads();
-    sums = {0, 0};
+    sums = {};
 #pragma unroll
-    for (const TileSums& of_warp : of_warps) {
+    for (const Sums& of_warp : of_warps) {
       sums.before += of_warp.before, sums.total += of_warp.total;
+      if constexpr (LEAVES) sums.load.add(of_warp.load);
     }
-    return sums;
+    return {sums.before, share_of_team(problem, sums.total, sums.load)};
   }
 };
 
@@ -47,20 +54,19 @@ struct ItemParts {
   // Partial rows (there are fewer than 2**31): of the first part, of the second, and from there on.
   int first, second, step;
 
-  // The sums are those of the sequence where all is shared out.
+  // The order is that of the sequence where all is shared out.
   __device__ static ItemParts of(
-      const DecodeProblem& problem, int index, int item, int tiles, const TileSums& sums) {
+      const DecodeProblem& problem, int index, int item, int tiles, const TileOrder& order) {
     const int rows = problem.rows_of_slot;
     if (tiles == 0) return {1, 0, 0, 0};
     if (problem.parts > 0) {
       const int row = static_cast<int>(slot_of_part(problem, index, item, 0) * rows);
       return {parts_of_item(problem, tiles), row, row + rows, rows};
     }
-    const int64_t share = share_of_team(problem, sums.total);
     const int group = item / problem.team, member = item - group * problem.team;
-    const int64_t tile = sums.before * problem.groups + static_cast<int64_t>(group) * tiles;
-    const int64_t team = quotient(tile, share);
-    const int count = static_cast<int>(quotient(tile + tiles - 1, share) - team) + 1;
+    const int64_t tile = order.before * problem.groups + static_cast<int64_t>(group) * tiles;
+    const int64_t team = quotient(tile, order.share);
+    const int count = static_cast<int>(quotient(tile + tiles - 1, order.share) - team) + 1;
     const int64_t slot = slot_of(problem, team, index, group, member, true);
     const int64_t next = slot_of(problem, team + 1, index, group, member, false);
     return {
@@ -149,7 +155,7 @@ __device__ inline RowColumns join_parts(
 
 // The CTAs (blockIdx.y) of an item (blockIdx.x) have `joining_groups` groups for each 32 columns of each of
 // its rows. The sink is joined in once.
-template <int TILE>
+template <int TILE, bool LEAVES>
 __global__ void __launch_bounds__(kMergeThreads, 6)
     merge_parts(const __grid_constant__ DecodeProblem problem) {
   __shared__ RowColumns of_warps[kMergeThreads / 32][kLanesOfJoin];
@@ -167,14 +173,14 @@ __global__ void __launch_bounds__(kMergeThreads, 6)
   const ItemHeads heads(problem, item, item / problem.head_tiles);
   const RowPlace place(problem, sequence, heads.first, heads.count, row);
   const bool is_row = place.exists && row < problem.rows_of_slot;
-  TileSums sums{0, 0};
+  TileOrder order{0, 0};
   if (problem.tiles_before != nullptr) {
     await_dependency();
-    sums = {problem.tiles_before[index], problem.tiles_before[problem.num_sequences]};
+    order = {problem.tiles_before[index], problem.tiles_before[problem.num_sequences]};
   } else if (problem.parts == 0) {
-    sums = TileSums::up_to<TILE>(problem, index);
+    order = TileOrder::of<TILE, LEAVES>(problem, index);
   }
-  const ItemParts parts = ItemParts::of(problem, index, item, sequence.tiles, sums);
+  const ItemParts parts = ItemParts::of(problem, index, item, sequence.tiles, order);
   await_dependency();  // at once where it was awaited before
   if (parts.count == 1) return;
   RowColumns joined =

@@ -12,6 +12,8 @@ namespace torch_pagedkv {
 
 // Query rows that a warp takes at once: (token, head) pairs of one sequence and one KV head.
 inline constexpr int kRows = 16;
+// As many as cost it least.
+inline constexpr int kFewRows = 8;
 // Warps that walk the heads of a sequence side by side, at most.
 inline constexpr int kMostOfTeam = 8;
 // CTAs that join parts: groups of so many lanes have four columns each.
@@ -38,6 +40,14 @@ struct PoolRows {
   int row_bytes;
 };
 
+// Prefill attention that may run beside decode attention, on multiprocessors that this leaves to it.
+struct PrefillBeside {
+  int tokens_of_tile;   // of a sequence, that it takes at once; 0: it does not run beside
+  int multiprocessors;  // of the device
+  int warps;            // of decode attention, on each
+  int keys_of_tile;     // that such a warp takes at a time
+};
+
 struct DecodeProblem {
   char* out;
   float* lse;
@@ -60,7 +70,7 @@ struct DecodeProblem {
   int num_tokens, num_sequences, num_blocks, block_size, block_shift, max_positions;
   int num_heads, num_kv_heads, group;
   int head_tiles, heads_of_tile;  // the heads of a group, cut so that one token's fit kRows
-  int most_tokens;                // of a sequence, whose rows fit kRows
+  int most_tokens;                // of a sequence, whose rows fit kRows, or kFewRows
   int inverse_heads;              // 256 / heads_of_tile, rounded up
   int key_dim, value_dim;
 
@@ -75,11 +85,12 @@ struct DecodeProblem {
   int least_tiles;  // of a part
   int rows_of_slot;
   bool slots_by_group;
-  // Of one item, before each sequence, then of all: written by the first launch where it is not null.
+  // Of one item, before each sequence, then a team's share: written by the first launch where it is not null.
   int64_t* tiles_before;
   int joining_groups;     // of lanes, that share the parts of the same columns
   // Of items that CTAs of prefill attention took: it is launched after and finds 0 here. Null: it is not launched.
   unsigned long long* prefill_counter;
+  PrefillBeside beside;
 
   // From `group` on.
   void cut_heads() {
@@ -121,6 +132,7 @@ struct DecodeVariant {
   int tile;          // positions that a warp takes at a time
   int warps;         // of a CTA at most, each with tiles of its own
   int ctas;          // of a multiprocessor
+  bool leaves;       // multiprocessors to prefill attention
   int warp_bytes;    // of shared memory, of each warp
   int cta_bytes;     // of shared memory besides
   cudaError_t (*request_memory)(int32_t device, int warps);  // before the first launch on it

@@ -5,30 +5,15 @@
 // side in a block are walked side by side, by a team of warps that read the same blocks at about the
 // same time. All tiles have one order: sequence by sequence, group of items by group, tile by tile. With
 // num_splits 0 team k takes those from k * share on, so every warp reads as much, and an item may be cut
-// wherever a share ends. With num_splits above 0 an item is cut by its own length alone.
+// wherever a share ends. The last teams have none where multiprocessors are left to prefill attention. With
+// num_splits above 0 an item is cut by its own length alone.
 
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include "decode_problem.h"
-
-// The arithmetic runs on the host too: tests/cuda_on_host tries it there.
-#define TORCH_PAGEDKV_ANYWHERE_MEMBER __host__ __device__
-#define TORCH_PAGEDKV_ANYWHERE TORCH_PAGEDKV_ANYWHERE_MEMBER inline
+#include "key_range.cuh"
+#include "mixed_batch.cuh"
 
 namespace torch_pagedkv {
-
-struct KeyRange {
-  int lower, upper;
-};
-
-TORCH_PAGEDKV_ANYWHERE KeyRange keys_seen(const DecodeProblem& problem, int position, int length) {
-  int lower = 0, upper = length;
-  if (problem.window_left >= 0) lower = max(position - problem.window_left, 0);
-  if (problem.window_right >= 0) upper = min(max(position + problem.window_right + 1, 0), length);
-  return {min(lower, upper), upper};
-}
 
 // What makes the scores of a query row, and the keys that it sees.
 struct RowTerms {
@@ -83,12 +68,6 @@ struct Segment {
   int64_t slot;   // where the partial results of a part go
 };
 
-// A rounded down quotient of numbers from 0 on; most are small, and 64-bit divisions are slow.
-TORCH_PAGEDKV_ANYWHERE int64_t quotient(int64_t dividend, int64_t divisor) {
-  if (((dividend | divisor) >> 32) != 0) return dividend / divisor;
-  return static_cast<uint32_t>(dividend) / static_cast<uint32_t>(divisor);
-}
-
 // A sequence's place in the order of all tiles.
 struct Place {
   int sequence;
@@ -96,21 +75,38 @@ struct Place {
 };
 
 // Tiles of each of its items that a team takes where all are shared out.
-TORCH_PAGEDKV_ANYWHERE int64_t share_of_team(const DecodeProblem& problem, int64_t total_of_item) {
+TORCH_PAGEDKV_ANYWHERE int64_t share_of_team(
+    const DecodeProblem& problem, int64_t total_of_item, const PrefillLoad& load) {
   const int64_t total = total_of_item * problem.groups;
-  return max(
-      quotient(total + problem.teams - 1, problem.teams), static_cast<int64_t>(problem.least_tiles));
+  int64_t teams = problem.teams;
+  const int left = multiprocessors_left(problem, total_of_item, load);
+  if (left > 0) {
+    const int kept = problem.beside.multiprocessors - left;
+    teams = min(teams, max(quotient(kept * problem.beside.warps, problem.team), static_cast<int64_t>(1)));
+  }
+  return max(quotient(total + teams - 1, teams), static_cast<int64_t>(problem.least_tiles));
+}
+
+// What prefill attention has to do with a sequence, where that matters.
+template <bool LEAVES>
+TORCH_PAGEDKV_ANYWHERE PrefillLoad prefill_load_of(
+    const DecodeProblem& problem, int index, const Sequence& sequence) {
+  if constexpr (!LEAVES) return {0, 0};
+  if (problem.beside.tokens_of_tile == 0 || sequence.query_length <= problem.most_tokens) return {0, 0};
+  return PrefillLoad::of(
+      problem, sequence.query_length, problem.lengths.clamped(index, 0, problem.max_positions));
 }
 
 // Where the teams of a CTA of up to so many threads start, found by all of them in shared memory.
-template <int TILE, int THREADS>
+template <int TILE, int THREADS, bool LEAVES>
 struct TeamStarts {
   int64_t total;                    // tiles of one item of all sequences
   int64_t share;
   int64_t of_warps[THREADS / 32];   // the same, of the sequences that the threads of a warp look at
+  PrefillLoad loads[THREADS / 32];
   Place places[THREADS / 32];       // of the CTA's teams that have tiles
 
-  // Called by the whole CTA. The first one also writes the tiles before each sequence, then of all, for
+  // Called by the whole CTA. The first one also writes the tiles before each sequence, then the share, for
   // the launch that joins parts.
   __device__ void find(const DecodeProblem& problem, int64_t first_team, int64_t last_team) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -120,25 +116,33 @@ struct TeamStarts {
     const int first = min(static_cast<int>(threadIdx.x) * run, problem.num_sequences);
     const int stop = min(first + run, problem.num_sequences);
     int64_t own = 0;
+    PrefillLoad load{0, 0};
 #pragma unroll 1
-    for (int index = first; index < stop; ++index) own += sequence_of<TILE>(problem, index).tiles;
+    for (int index = first; index < stop; ++index) {
+      const Sequence sequence = sequence_of<TILE>(problem, index);
+      own += sequence.tiles;
+      load.add(prefill_load_of<LEAVES>(problem, index, sequence));
+    }
     int64_t before = own;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int64_t other = __shfl_up_sync(0xFFFFFFFF, before, distance);
       if (lane >= distance) before += other;
     }
-    if (lane == 31) of_warps[warp] = before;
+    if constexpr (LEAVES) load = load.of_warp();
+    if (lane == 31) of_warps[warp] = before, loads[warp] = load;
     __syncthreads();
     before -= own;
     int64_t of_all = 0;
+    load = {0, 0};
 #pragma unroll
     for (int other = 0; other < THREADS / 32; ++other) {
       if (other >= blockDim.x / 32) break;
       if (other == warp) before += of_all;
       of_all += of_warps[other];
+      if constexpr (LEAVES) load.add(loads[other]);
     }
-    const int64_t own_share = share_of_team(problem, of_all);
+    const int64_t own_share = share_of_team(problem, of_all, load);
     if (threadIdx.x == 0) total = of_all, share = own_share;
     const int64_t stop_tile = (before + own) * problem.groups;
 #pragma unroll 1
@@ -148,7 +152,7 @@ struct TeamStarts {
       places[team - first_team] =
           place_from(problem, {first, before * problem.groups}, stop - 1, tile);
     }
-    if (blockIdx.x == 0 && problem.tiles_before != nullptr) write(problem, first, stop, before, of_all);
+    if (blockIdx.x == 0 && problem.tiles_before != nullptr) write(problem, first, stop, before);
     __syncthreads();
   }
 
@@ -165,14 +169,13 @@ struct TeamStarts {
     return place;
   }
 
-  __device__ static void write(
-      const DecodeProblem& problem, int first, int stop, int64_t before, int64_t of_all) {
+  __device__ void write(const DecodeProblem& problem, int first, int stop, int64_t before) const {
 #pragma unroll 1
     for (int index = first; index < stop; ++index) {
       problem.tiles_before[index] = before;
       before += sequence_of<TILE>(problem, index).tiles;
     }
-    if (threadIdx.x == 0) problem.tiles_before[problem.num_sequences] = of_all;
+    if (threadIdx.x == 0) problem.tiles_before[problem.num_sequences] = share;
   }
 };
 

@@ -275,6 +275,9 @@ struct DecodeTile {
   static constexpr int kWarps = WARPS;  // of a CTA at most, each with tiles of its own
   static constexpr int kThreads = 32 * WARPS;
   static constexpr int kCtas = CTAS;  // of a multiprocessor
+  // Prefill attention may run beside it, on multiprocessors that CTAs leave as a whole. Wider heads need all of
+  // them.
+  static constexpr bool kLeaves = CTAS == 1 && !POOL::kIsFp8 && DIM == 128;
   static constexpr int kRowBytes = DIM * POOL::kElementBytes;
   static constexpr int kStageBytes = 2 * KEYS * kRowBytes;  // keys, then values
   static constexpr int kWarpBytes = STAGES * kStageBytes;

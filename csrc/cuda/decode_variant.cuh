@@ -25,7 +25,7 @@ cudaError_t launch_merge(
       static_cast<unsigned>(items),
       static_cast<unsigned>((groups + kGroupsOfMerge - 1) / kGroupsOfMerge));
   return launch_dependent(
-      merge_parts<TILE::kKeys>, grid, kMergeThreads, 0, overlaps, stream, problem);
+      merge_parts<TILE::kKeys, TILE::kLeaves>, grid, kMergeThreads, 0, overlaps, stream, problem);
 }
 
 // More shared memory than 48 KiB is granted on request, on each device.
@@ -43,9 +43,9 @@ cudaError_t request_memory(int32_t device, int warps) {
 
 template <class TILE>
 inline constexpr DecodeVariant kDecodeVariant{
-    TILE::kKeys, TILE::kWarps, TILE::kCtas, TILE::kWarpBytes,
+    TILE::kKeys, TILE::kWarps, TILE::kCtas, TILE::kLeaves, TILE::kWarpBytes,
     TILE::kWarps * static_cast<int>(sizeof(typename WarpReader<TILE>::Shared)) +
-        static_cast<int>(sizeof(TeamStarts<TILE::kKeys, TILE::kThreads>)) + 1024,
+        static_cast<int>(sizeof(TeamStarts<TILE::kKeys, TILE::kThreads, TILE::kLeaves>)) + 1024,
     &request_memory<TILE>, &launch_attend<TILE>, &launch_merge<TILE>};
 
 // As many warps and stages as registers and about 200 KiB of a multiprocessor's memory allow; two thirds
@@ -65,7 +65,7 @@ const DecodeVariant& decode_variant_of_rows(int dim) {
 
 template <class POOL>
 const DecodeVariant& decode_variant_of(int dim, int rows) {
-  return rows <= 8 ? decode_variant_of_rows<POOL, 8>(dim) : decode_variant_of_rows<POOL, 16>(dim);
+  return rows <= kFewRows ? decode_variant_of_rows<POOL, 8>(dim) : decode_variant_of_rows<POOL, 16>(dim);
 }
 
 }  // namespace torch_pagedkv

@@ -1,9 +1,9 @@
 // paged_attention: softmax(query . keys) . values, keys and values read through the block table.
 //
-// This file checks the arguments, says which calls these kernels take, and launches them. Decode
-// attention serves sequences with up to 16 query rows for each KV head (decode, speculation), prefill
-// attention those with more, on Hopper. Where prefill attention does not take a call, rows of longer
-// sequences are left as they are, for the kernel that the caller launches before this one.
+// This file checks the arguments, and says which calls these kernels take. Decode attention serves
+// sequences with up to 16 query rows for each KV head (decode, speculation), 8 where it shares the GPU with
+// prefill attention, which serves those with more, on Hopper. Where prefill attention does not take a call,
+// rows of longer sequences are left as they are, for the kernel that the caller launches before this one.
 
 #include <torch/csrc/stable/library.h>
 
@@ -15,7 +15,7 @@
 
 #include "attention_checks.h"
 #include "checks.h"
-#include "decode_schedule.cuh"
+#include "decode_launch.h"
 #include "launch.h"
 #include "prefill_launch.h"
 
@@ -26,25 +26,6 @@ constexpr const char* kOp = "paged_attention";
 
 // Positions, counts and sums of four of them fit into int32, with room for a tile.
 constexpr int64_t kMostCount = INT32_MAX / 4 - 4096;
-// Partial results take no more memory than so many for each row of the output.
-constexpr int64_t kMostSplits = 128;
-// A part of fewer positions costs more to merge than it saves.
-constexpr int kLeastPositionsOfPart = 64;
-// Sequences whose tiles all CTAs that join parts sum up, while they wait; those of more are summed up once.
-constexpr int kMostSummedByAll = 512;
-// CTAs that join parts, above which each does more of them.
-constexpr int64_t kMostMergingCtas = 512;
-
-const DecodeVariant& variant_of(
-    const Tensor& key_cache, const Tensor& value_cache, int rows) {
-  const int dim = static_cast<int>(std::max(key_cache.size(3), value_cache.size(3)));
-  switch (key_cache.scalar_type()) {
-    case ScalarType::BFloat16: return decode_variant_bfloat16(dim, rows);
-    case ScalarType::Half: return decode_variant_float16(dim, rows);
-    case ScalarType::Float8_e4m3fn: return decode_variant_e4m3(dim, rows);
-    default: return decode_variant_e5m2(dim, rows);
-  }
-}
 
 // Pieces of 16 bytes of a row are whole, and 8 output elements are written at once.
 bool takes_pool(const Tensor& cache) {
@@ -59,12 +40,6 @@ bool has_aligned_rows(const Tensor& cache) {
     is_aligned = is_aligned && (cache.size(dim) == 1 || cache.stride(dim) * element % 16 == 0);
   }
   return is_aligned;
-}
-
-// As many warps of a CTA as the device's shared memory holds.
-int warps_on(int32_t device, const DecodeVariant& variant) {
-  const int bytes = device_attribute(kOp, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  return std::min(variant.warps, std::max(0, bytes - variant.cta_bytes) / variant.warp_bytes);
 }
 
 // Whether these kernels take a call, as far as its sequences are short enough: the one place that
@@ -82,9 +57,7 @@ bool takes(
   }
   if (key_cache.size(0) == 0) return false;
   if (block_table.size(1) > kMostCount / key_cache.size(1)) return false;
-  const int32_t device = key_cache.get_device_index();
-  return device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 8 &&
-         warps_on(device, variant_of(key_cache, value_cache, kRows)) > 0;
+  return has_decode_kernel(key_cache, value_cache);
 }
 
 // 0: the call is left to another kernel; 1: it is taken, without the rows of long sequences; 2: it is
@@ -117,111 +90,6 @@ PoolRows pool_rows(const Tensor& cache) {
 }
 
 HeadFloats floats_of(const HeadValues& values) { return {values.data(), values.stride()}; }
-
-int64_t tiles_of_longest(const DecodeProblem& problem, const DecodeVariant& variant) {
-  return std::max(1, (problem.max_positions + variant.tile - 1) / variant.tile);
-}
-
-// Teams of warps that share out the tiles, and the slots of their partial results.
-void share_out(
-    DecodeProblem& problem, const DecodeVariant& variant, int warps, int32_t device) {
-  const int64_t groups = static_cast<int64_t>(problem.num_sequences) * problem.groups;
-  const int64_t rows = static_cast<int64_t>(problem.num_tokens) * problem.num_heads;
-  const int64_t most_tiles = tiles_of_longest(problem, variant);
-  const int64_t multiprocessors =
-      device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
-  const int64_t resident =
-      std::max<int64_t>(1, warps * variant.ctas * multiprocessors / problem.team);
-  const int64_t most_pairs = kMostSplits * rows / problem.rows_of_slot / problem.team;
-  const int64_t most_shares = (groups * most_tiles + problem.least_tiles - 1) / problem.least_tiles;
-  int64_t teams = std::min(resident, most_shares);
-  problem.slots_by_group = groups < teams && groups <= most_pairs;
-  teams = std::min(teams, problem.slots_by_group ? most_pairs - groups + 1 : most_pairs / 2);
-  teams = std::max<int64_t>(teams, 1);
-  problem.teams = static_cast<int>(teams);
-  const int64_t pairs = problem.slots_by_group ? teams + groups - 1 : 2 * teams;
-  const bool is_cut = teams > 1 && most_tiles > 1;
-  problem.partial_rows = is_cut ? pairs * problem.team * problem.rows_of_slot : 0;
-}
-
-// Groups of lanes that share the parts of the same columns. Where an item is cut by its own length alone,
-// they depend on nothing else either: their number changes the order of a sum.
-int joining_groups(const DecodeProblem& problem, int64_t items, int64_t num_splits) {
-  const int64_t pieces = problem.joined_pieces();
-  const auto is_enough = [&](int64_t groups) {
-    if (num_splits > 0) return groups * kLanesOfJoin >= num_splits;
-    return 2 * groups * pieces > kGroupsOfMerge &&
-           2 * groups * pieces * items > kMostMergingCtas * kGroupsOfMerge;
-  };
-  int groups = 1;
-  while (groups < kGroupsOfMerge && !is_enough(groups)) groups *= 2;
-  return groups;
-}
-
-// Whether 32 bits hold the strides of blocks and of their rows.
-bool is_near(const PoolRows& rows) {
-  return std::max(rows.block_stride, rows.offset_stride) <= UINT32_MAX;
-}
-
-void launch(
-    DecodeProblem problem, const DecodeVariant& variant, int32_t device, int64_t num_splits) {
-  const int64_t items = static_cast<int64_t>(problem.num_sequences) * problem.items_of_sequence();
-  problem.tiles_have_one_block = problem.block_size % variant.tile == 0 &&
-                                 problem.rows_are_aligned && is_near(problem.keys) &&
-                                 is_near(problem.values);
-  problem.least_tiles = std::max(1, kLeastPositionsOfPart / variant.tile);
-  problem.form_teams();
-  const int most_of_cta = warps_on(device, variant);
-  int warps_of_cta = most_of_cta;
-  int64_t warps;
-  if (num_splits == 0) {
-    share_out(problem, variant, most_of_cta, device);
-    warps = static_cast<int64_t>(problem.teams) * problem.team;
-  } else {
-    const int64_t most_tiles = tiles_of_longest(problem, variant);
-    const int64_t most = (most_tiles + problem.least_tiles - 1) / problem.least_tiles;
-    // Partial results take no more memory than num_splits for each row of the output.
-    const int64_t rows = static_cast<int64_t>(problem.num_tokens) * problem.num_heads;
-    const int64_t splits = std::min(num_splits, most);
-    const int64_t kept = splits * rows / std::max<int64_t>(1, items * problem.rows_of_slot);
-    const int64_t parts = std::max<int64_t>(1, std::min(splits, kept));
-    problem.parts = static_cast<int>(parts);
-    problem.partial_rows = parts == 1 ? 0 : items * parts * problem.rows_of_slot;
-    warps = std::max<int64_t>(1, items * parts);
-    // Few warps do not share a multiprocessor while others have none.
-    const int64_t multiprocessors =
-        device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
-    const int64_t shared_by = (warps + multiprocessors - 1) / multiprocessors;
-    warps_of_cta = static_cast<int>(std::min<int64_t>(most_of_cta, shared_by));
-  }
-  const int64_t ctas = (warps + warps_of_cta - 1) / warps_of_cta;
-  if (std::max({ctas, items, problem.partial_rows}) > INT32_MAX) {
-    const std::string actual = std::to_string(num_splits);
-    refuse(kOp, "num_splits", actual, "give less than 2**31 parts of all sequences and heads");
-  }
-  std::optional<torch::stable::Tensor> scratch;
-  const bool is_cut = problem.partial_rows > 0;
-  if (is_cut || problem.lse == nullptr) {
-    const bool is_summed_once =
-        is_cut && num_splits == 0 && problem.num_sequences > kMostSummedByAll;
-    const int64_t counts = is_summed_once ? 2 * (problem.num_sequences + int64_t{1}) : 0;
-    const int64_t size = problem.partial_rows * (problem.value_dim + 2);
-    // The kernels write an LSE in any case; one that nobody asked for goes here.
-    const int64_t lses = problem.lse ? 0 : static_cast<int64_t>(problem.num_tokens) * problem.num_heads;
-    scratch.emplace(new_tensor(aoti_torch_dtype_float32(), device, {counts + size + lses}));
-    float* const memory = static_cast<float*>(scratch->data_ptr());
-    if (counts > 0) problem.tiles_before = reinterpret_cast<int64_t*>(memory + size);
-    if (lses > 0) problem.lse = memory + size + counts;
-    problem.partials = memory;
-    problem.joining_groups = joining_groups(problem, items, num_splits);
-  }
-  const cudaStream_t stream = current_stream(device);
-  check_cuda(kOp, variant.request_memory(device, most_of_cta));
-  check_cuda(kOp, variant.attend(problem, ctas, warps_of_cta, stream));
-  if (problem.partial_rows == 0 || items == 0) return;
-  const bool can_overlap = device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 9;
-  check_cuda(kOp, variant.merge(problem, items, can_overlap, stream));
-}
 
 // The memory of a call's results: given, or made once it is known that the call is taken.
 struct Outputs {
@@ -336,9 +204,12 @@ bool attend(
   problem.window_left = window_left >= farthest ? -1 : static_cast<int>(window_left);
   problem.window_right = causal ? 0 : window_right >= farthest ? -1 : static_cast<int>(window_right);
 
+  if (has_prefill && num_splits == 0) share_device(problem, key_cache, value_cache, device);
   const int64_t most_tokens = problem.starts.data ? tokens : 1;
+  const int64_t most_rows =
+      problem.beside.tokens_of_tile > 0 ? problem.heads_of_tile * problem.most_tokens : kRows;
   problem.rows_of_slot =
-      static_cast<int>(std::min<int64_t>(kRows, problem.heads_of_tile * most_tokens));
+      static_cast<int>(std::min<int64_t>(most_rows, problem.heads_of_tile * most_tokens));
 
   const OnDevice on_device(device);
   // Alive until all is launched: what runs side by side must not share memory.
@@ -347,8 +218,7 @@ bool attend(
     of_prefill.emplace(new_tensor(aoti_torch_dtype_int64(), device, {1}));
     problem.prefill_counter = static_cast<unsigned long long*>(of_prefill->data_ptr());
   }
-  launch(problem, variant_of(key_cache, value_cache, problem.rows_of_slot), device, num_splits);
-  if (has_prefill) attend_prefill(problem, key_cache, value_cache);
+  attend_short_and_long(problem, key_cache, value_cache, device, num_splits);
   return true;
 }
 

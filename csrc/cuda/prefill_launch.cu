@@ -124,6 +124,11 @@ bool takes_prefill(const Tensor& query, const Tensor& key_cache, const Tensor& v
          variant_of(key_cache, value_cache).is_there(device) && encode_tiled() != nullptr;
 }
 
+int tokens_of_prefill_tile(
+    const DecodeProblem& problem, const Tensor& key_cache, const Tensor& value_cache) {
+  return variant_of(key_cache, value_cache).rows / problem.heads_of_tile;
+}
+
 // Overlaps with decode attention's launches before: it has other rows. Where no sequence is long it costs
 // little behind them; before them all their CTAs would wait for its memory.
 void attend_prefill(
@@ -131,9 +136,9 @@ void attend_prefill(
   const PrefillVariant& variant = variant_of(key_cache, value_cache);
   const int32_t device = key_cache.get_device_index();
   PrefillGrid grid{};
-  grid.tokens_of_tile = variant.rows / problem.heads_of_tile;
+  grid.tokens_of_tile = tokens_of_prefill_tile(problem, key_cache, value_cache);
   // Every sequence has one tile that is not whole at most, and long sequences have several tokens.
-  const int64_t least_tokens = kRows / problem.heads_of_tile + 1;
+  const int64_t least_tokens = problem.most_tokens + 1;
   const int64_t most_long = std::min<int64_t>(problem.num_sequences, problem.num_tokens / least_tokens);
   const int64_t most_items = (problem.num_tokens / grid.tokens_of_tile + most_long) *
                              problem.items_of_sequence();

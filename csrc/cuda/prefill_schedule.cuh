@@ -50,7 +50,7 @@ struct PrefillWork {
 // Query tiles of a sequence; none where decode attention takes it.
 __device__ inline int tiles_of_sequence(
     const DecodeProblem& problem, const PrefillGrid& grid, int start, int stop) {
-  if (stop - start <= kRows / problem.heads_of_tile) return 0;
+  if (stop - start <= problem.most_tokens) return 0;
   return (stop - start + grid.tokens_of_tile - 1) / grid.tokens_of_tile;
 }
 

@@ -1,6 +1,7 @@
 // How CTAs share out the tiles of decode attention, run on the host over random batches: every tile of
 // every short sequence is taken once, the parts of an item are the ones that the merge looks for, and
-// their slots are their own. Prints how many of these are wrong.
+// their slots are their own; where prefill attention runs beside it, warps of some multiprocessors have
+// nothing. Prints how many of these are wrong.
 
 #include <algorithm>
 #include <cstdio>
@@ -58,8 +59,39 @@ struct Batch {
     problem.teams = 1 + random() % 40;
     problem.least_tiles = 1 + random() % 3;
     problem.slots_by_group = random() % 2;
+    problem.beside.tokens_of_tile = random() % 2 ? 1 + static_cast<int>(random() % 128) : 0;
+    problem.beside.warps = 8 - static_cast<int>(random() % 2) * 4;
+    problem.beside.multiprocessors = problem.teams * problem.team / problem.beside.warps + 1 + random() % 3;
+    problem.beside.keys_of_tile = kTile;
   }
 };
+
+// What prefill attention has to do, summed up in any order.
+PrefillLoad load_of(const DecodeProblem& problem, std::mt19937& random) {
+  PrefillLoad parts[3] = {};
+  for (int index = 0; index < problem.num_sequences; ++index) {
+    parts[random() % 3].add(prefill_load_of<true>(problem, index, sequence_of<kTile>(problem, index)));
+  }
+  parts[0].add(parts[1]);
+  parts[2].add(parts[0]);
+  return parts[2];
+}
+
+// Multiprocessors are left where both have work, the fewer the less there is of prefill's.
+void check_left(DecodeProblem problem, const PrefillLoad& load, int64_t tiles) {
+  const int left = multiprocessors_left(problem, tiles, load);
+  expect(left >= 0 && left <= problem.beside.multiprocessors / 2);
+  expect(left == 0 || (load.items > 0 && tiles > 0));
+  expect(multiprocessors_left(problem, tiles, {load.items / 2, load.largest}) <= left);
+  const int64_t share = share_of_team(problem, tiles, load);
+  const int64_t warps = (tiles * problem.groups + share - 1) / share * problem.team;
+  const int64_t kept = (problem.beside.multiprocessors - left) * problem.beside.warps;
+  expect(warps <= std::max<int64_t>(kept, problem.team));
+  problem.beside.tokens_of_tile = 0;
+  std::mt19937 random(0);
+  expect(load_of(problem, random).items == 0);
+  expect(left > 0 || share == share_of_team(problem, tiles, {0, 0}));
+}
 
 // The sequence that a tile is in, as TeamStarts finds it.
 Place place_of(const DecodeProblem& problem, int64_t tile) {
@@ -71,7 +103,7 @@ Place place_of(const DecodeProblem& problem, int64_t tile) {
   }
 }
 
-void check_shares(const Batch& batch) {
+void check_shares(const Batch& batch, std::mt19937& random) {
   const DecodeProblem& problem = batch.problem;
   const int items = problem.items_of_sequence();
   int64_t total = 0;
@@ -86,7 +118,11 @@ void check_shares(const Batch& batch) {
     }
     total += sequence.tiles;
   }
-  const int64_t share = share_of_team(problem, total), all = total * problem.groups;
+  const PrefillLoad load = load_of(problem, random);
+  const PrefillLoad again = load_of(problem, random);
+  expect(load.items == again.items && load.largest == again.largest);
+  check_left(problem, load, total);
+  const int64_t share = share_of_team(problem, total, load), all = total * problem.groups;
   const int64_t pairs = problem.slots_by_group
                             ? problem.teams + static_cast<int64_t>(problem.num_sequences) * problem.groups - 1
                             : 2 * static_cast<int64_t>(problem.teams);
@@ -178,7 +214,7 @@ int main() {
   std::mt19937 random(0);
   for (int round = 0; round < 400; ++round) {
     const Batch batch(random);
-    check_shares(batch);
+    check_shares(batch, random);
     if (batch.problem.num_sequences >= 12) continue;
     check_sequences(batch);
     for (const int parts : {1, 2, 3, 8, 100}) check_parts(batch.problem, parts);
