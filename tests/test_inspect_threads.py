@@ -42,17 +42,18 @@ def test_constants_are_those_of_the_sources():
 @pytest.mark.parametrize(
     "name,step",
     [
-        ("reshape_and_cache.cu", "threads(lanes, std::max(1u, kThreads / lanes))"),
         ("reshape_and_cache.cu", "passes = (packs + kThreads - 1) / kThreads;"),
-        ("reshape_and_cache.cu", "lanes = static_cast<uint32_t>((packs + passes - 1) / passes);"),
-        ("reshape_and_cache.cu", "first_of_cta = static_cast<int64_t>(blockIdx.x) * blockDim.y * TOKENS;"),
-        ("reshape_and_cache.cu", "first_token = first_of_cta + threadIdx.y;"),
-        ("reshape_and_cache.cu", "token = first_token + i * blockDim.y;"),
+        ("reshape_and_cache.cu", "lanes = (packs + passes - 1) / passes;"),
+        (
+            "reshape_and_cache.cu",
+            "write_few<Move, false><<<1, lanes, 0, stream>>>(write); } else if (write.tokens <= kLongestSearch) {",
+        ),
+        ("reshape_and_cache.cu", "threads = std::max<uint32_t>(lanes, kLeastThreads); write_few<Move, true><<<"),
+        ("reshape_and_cache.cu", "const int token = static_cast<int>(blockIdx.x), last ="),
         ("reshape_and_cache.cu", "uint32_t pack = threadIdx.x;"),
         ("reshape_and_cache.cu", "pack += blockDim.x;"),
         ("reshape_and_cache.cu", "is_key = pack < write.key.packs;"),
-        ("reshape_and_cache.cu", "head = pack / side->packs_of_head, part = pack % side->packs_of_head;"),
-        ("reshape_and_cache.cu", "write.tokens > 1 && write.tokens <= kLongestSearch) { write_tokens<Move, 1, true>"),
+        ("reshape_and_cache.cu", "head = pack / side.packs_of_head; part = pack % side.packs_of_head;"),
         ("reshape_and_cache.cu", "is_one_head = source.heads == 1 || (adjoin && scales.is_one_for_all());"),
         ("reshape_and_cache.cu", "if constexpr (sizeof(Source) == 2) { if (takes_packs_of(16))"),
         ("reshape_and_cache.cu", "constexpr int kElements = 16 / sizeof(Source);"),
@@ -86,24 +87,24 @@ def test_steps_are_those_of_the_sources(name, step):
 
 
 PACKS = [
-    (BF16, BF16, 8, 128, "NHD", (8, 256, 1)),
-    (BF16, BF16, 8, 128, "HND", (8, 256, 1)),
-    (BF16, BF16, 2, 64, "NHD", (8, 32, 8)),
-    (BF16, BF16, 16, 512, "HND", (8, 256, 1)),
-    (BF16, BF16, 3, 20, "NHD", (4, 30, 8)),
-    (BF16, BF16, 3, 20, "HND", (4, 30, 8)),
-    (BF16, BF16, 2, 20, "NHD", (8, 10, 25)),  # heads adjoin, so packs may cross them
-    (BF16, BF16, 2, 20, "HND", (4, 20, 12)),
-    (BF16, BF16, 3, 120, "NHD", (8, 90, 2)),
-    (BF16, BF16, 1, 63, "NHD", (1, 126, 2)),
-    (FP16, FP16, 12, 128, "NHD", (8, 192, 1)),
-    (FP32, FP32, 4, 64, "NHD", (4, 128, 2)),
-    (BF16, E4M3, 8, 128, "NHD", (16, 128, 2)),
-    (BF16, E4M3, 3, 40, "HND", (8, 30, 8)),
-    (FP16, E5M2, 2, 8, "NHD", (16, 2, 128)),
-    (BF16, E4M3, 3, 20, "HND", (1, 120, 2)),
-    (FP32, E5M2, 8, 128, "NHD", (4, 256, 1)),
-    (E4M3, E4M3, 8, 128, "HND", (16, 128, 2)),
+    (BF16, BF16, 8, 128, "NHD", (8, 256)),
+    (BF16, BF16, 8, 128, "HND", (8, 256)),
+    (BF16, BF16, 2, 64, "NHD", (8, 32)),
+    (BF16, BF16, 16, 512, "HND", (8, 256)),
+    (BF16, BF16, 3, 20, "NHD", (4, 30)),
+    (BF16, BF16, 3, 20, "HND", (4, 30)),
+    (BF16, BF16, 2, 20, "NHD", (8, 10)),  # heads adjoin, so packs may cross them
+    (BF16, BF16, 2, 20, "HND", (4, 20)),
+    (BF16, BF16, 3, 120, "NHD", (8, 90)),
+    (BF16, BF16, 1, 63, "NHD", (1, 126)),
+    (FP16, FP16, 12, 128, "NHD", (8, 192)),
+    (FP32, FP32, 4, 64, "NHD", (4, 128)),
+    (BF16, E4M3, 8, 128, "NHD", (16, 128)),
+    (BF16, E4M3, 3, 40, "HND", (8, 30)),
+    (FP16, E5M2, 2, 8, "NHD", (16, 2)),
+    (BF16, E4M3, 3, 20, "HND", (1, 120)),
+    (FP32, E5M2, 8, 128, "NHD", (4, 256)),
+    (E4M3, E4M3, 8, 128, "HND", (16, 128)),
 ]
 
 
@@ -112,7 +113,7 @@ def test_packs_and_threads_of_a_token(dtype, pool, heads, dim, layout, expected)
     """By hand, from the rules at the head of reshape_and_cache.cu."""
     key_cache, _, _ = make_pools(layout, 4, 16, heads, dim, dim, pool, "cpu")
     lanes = cuda_kernels.lanes_of_cuda_write(torch.empty((5, heads, dim), dtype=dtype), key_cache, 0)
-    assert (lanes.pack, lanes.threads, lanes.rows) == expected
+    assert (lanes.pack, lanes.threads) == expected
     dealt = [lanes.thread_of(element) for element in range(heads * dim)]
     assert all(0 <= 32 * warp + lane < lanes.threads for warp, lane in dealt)
     for element in range(0, heads * dim, lanes.pack):
@@ -132,9 +133,11 @@ def test_packs_do_not_cross_heads_that_lie_apart():
     assert cuda_kernels.lanes_of_cuda_write(rows, padded, 0).pack == 4
 
 
-def test_tokens_of_a_call_have_rows_of_a_cta():
-    walks = [inspect.explain([7, 2, 9], 16, 20, token=token) for token in (0, 1, 7, 8, 20)]
-    assert [walk.lanes.thread_of(127) for walk in walks] == [(0, 15), (1, 15), (7, 15), (0, 15), (4, 15)]
+def test_tokens_of_a_call_have_ctas():
+    for token in (0, 1, 20):
+        walk = inspect.explain([7, 2, 9], 16, 20, token=token)
+        assert walk.lanes.thread_of(127) == (0, 15)
+        assert f"  token {token}: CTA {token}, threads 0 to 31\n" in str(walk)
 
 
 TILES = [(64, BF16, 16, 8), (40, BF16, 16, 8), (256, FP16, 16, 32), (64, E4M3, 32, 4), (80, E5M2, 16, 8)]

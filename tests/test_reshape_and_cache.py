@@ -67,6 +67,36 @@ def test_any_number_of_tokens_and_any_alignment(num_tokens, pools, shift, device
     assert bits(wide[..., shift + dim :].contiguous()).count_nonzero() == 0
 
 
+# On CUDA a row of 40 heads of 256 takes more packs than a CTA has threads.
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("heads,dims", [(8, (128, 128)), (3, (192, 128)), (1, (256, 64)), (40, (256, 256))])
+def test_many_long_rows(heads, dims, is_transposed, layout, device):
+    num_tokens, num_blocks = 1027, 70
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.randperm(num_blocks * 16, generator=generator)[:num_tokens]
+    slots[::5] = -1
+    kept = slots >= 0
+    expected_slots = slots[kept]
+    if device == "cuda":
+        slots[5::10] = num_blocks * 16 + 3  # some of the negative ones
+    sources, pools, expected = [], [], []
+    for dim in dims:
+        shape = (heads, num_tokens, dim) if is_transposed else (num_tokens, heads, dim)
+        rows = torch.randn(shape, generator=generator).to(BF16)
+        rows = rows.transpose(0, 1) if is_transposed else rows
+        sources.append(rows.to(device))
+        if layout == "NHD":
+            pools.append(torch.zeros((num_blocks, 16, heads, dim), dtype=BF16, device=device))
+        else:
+            pools.append(torch.zeros((num_blocks, heads, 16, dim), dtype=BF16, device=device).transpose(1, 2))
+        expected.append(torch.zeros((num_blocks * 16, heads, dim), dtype=BF16))
+        expected[-1][expected_slots] = rows[kept]
+    torch_pagedkv.reshape_and_cache(*sources, *pools, slots.to(device))
+    for pool, wanted in zip(pools, expected):
+        assert_same_bits(pool.reshape(-1, *wanted.shape[1:]).cpu(), wanted)
+
+
 def test_checkpoint_slot_36(device):
     """block_size 16, block_table [7, 2, 9], position 20: physical block 2, offset 4, slot 36."""
     key_cache, value_cache = torch.zeros((2, 10, 16, 1, 8), device=device).unbind(0)

@@ -13,16 +13,15 @@ namespace torch_pagedkv {
 // Divides many numbers by one, each rounded as a division rounds it, wherever that can change an
 // fp8 byte: quotients that are not normal keep their sign and stay below half the smallest one.
 struct Divisor {
-  enum Kind : int { kOne, kNormal, kAny };
+  enum Kind : int { kOne, kNormal, kAny };  // kNormal: positive, and far from both ends
   float value, inverse;
   Kind kind;
 
   TORCH_PAGEDKV_HOST_DEVICE explicit Divisor(float divisor)
       : value(divisor), inverse(1.0f), kind(kAny) {
-    const float size = divisor < 0 ? -divisor : divisor;
     if (divisor == 1.0f) {
       kind = kOne;
-    } else if (size >= 0x1p-60f && size <= 0x1p60f) {
+    } else if (divisor >= 0x1p-60f && divisor <= 0x1p60f) {
       kind = kNormal;
       inverse = 1.0f / divisor;
     }
@@ -58,40 +57,17 @@ __device__ inline uint32_t two_to_fp8(float first, float second) {
 #endif
 }
 
-// N values as N bytes in 32-bit words, the first in the lowest byte.
-template <class Format, int N>
-__device__ inline void values_to_fp8(
-    const float (&values)[N], const Divisor& divisor, uint32_t (&words)[(N + 3) / 4]) {
-  if constexpr (N > 1) {
-    // 0 times a number is NaN for NaN, whose sign the instructions lose, and for infinities.
-    float zeros = 0.0f;
+// Four values as the bytes of a word, the first in the lowest; the divisor is of kind kOne or kNormal.
+// `signs` are those of the values, in the bytes' highest bits: the instructions lose a NaN's, and the
+// other bytes have them as they are.
+template <class Format, bool IS_DIVIDED>
+__device__ inline uint32_t four_to_fp8(float (&values)[4], uint32_t signs, const Divisor& divisor) {
+  if (IS_DIVIDED) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) zeros = fmaf(values[i], 0.0f, zeros);
-    if (zeros == 0.0f && divisor.kind != Divisor::kAny) {
-      float quotients[N];
-      if (divisor.kind == Divisor::kOne) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) quotients[i] = values[i];
-      } else {
-#pragma unroll
-        for (int i = 0; i < N; ++i) quotients[i] = divisor.divide(values[i]);
-      }
-#pragma unroll
-      for (int word = 0; word < N / 4; ++word) {
-        const float* four = quotients + 4 * word;
-        words[word] =
-            two_to_fp8<Format>(four[0], four[1]) | two_to_fp8<Format>(four[2], four[3]) << 16;
-      }
-      return;
-    }
+    for (float& value : values) value = divisor.divide(value);
   }
-#pragma unroll
-  for (int word = 0; word < (N + 3) / 4; ++word) words[word] = 0;
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const uint32_t byte = float_to_fp8<Format>(values[i], divisor.value);
-    words[i / 4] |= byte << (8 * (i % 4));
-  }
+  return two_to_fp8<Format>(values[0], values[1]) | two_to_fp8<Format>(values[2], values[3]) << 16 |
+         signs;
 }
 
 }  // namespace torch_pagedkv

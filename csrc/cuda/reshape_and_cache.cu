@@ -2,7 +2,7 @@
 //
 // A token's heads are cut into packs of 16 bytes (of the target, where it is the smaller one), or less
 // where an address, a stride or a head size is no multiple of that. Adjacent threads take adjacent packs
-// of a token, its key's first, then its value's; each thread has several tokens in flight.
+// of a token, its key's first, then its value's. Nothing is asked of a slot before all loads are on their way.
 
 #include <torch/csrc/stable/library.h>
 
@@ -19,13 +19,14 @@ namespace {
 
 constexpr const char* kOp = "reshape_and_cache";
 
-constexpr int kThreads = 256;
-// Tokens that a thread has in flight where there are enough to fill the device all the same.
-constexpr int kTokensInFlight = 4;
-constexpr int64_t kCtasToFill = 4;  // of each multiprocessor
+constexpr int kThreads = 256;       // at most, of a CTA
+constexpr int kLeastThreads = 128;  // of a CTA that looks through slots, and about so many where rows are short
+// Tokens that a thread has in flight; no row is cut into fewer packs, a key's and a value's.
+constexpr int kTokensInFlight = 2;
 // Up to so many tokens a CTA looks through the later slots for its own, so that of two tokens with
 // one slot one is stored whole. The search is quadratic; above, rows of both may mix.
 constexpr int64_t kLongestSearch = 1024;
+constexpr int kSlotsAhead = 2;  // later slots that a thread loads before it knows its own
 
 // Keys into the key pool, or values into the value pool. Strides are in bytes.
 struct Side {
@@ -41,118 +42,140 @@ struct Side {
 struct Write {
   Side key, value;
   DeviceIndices slots;
-  int64_t tokens, num_slots, block_size;
-  int block_shift;  // of a block size that is a power of two, else -1
+  int64_t tokens, num_slots;
+  BlockSize block_size;
 };
 
-// Which slots of the CTA's own tokens a later token has too. Called by the whole CTA.
-__device__ bool is_repeated(const Write& write, int64_t first_token, int64_t slot) {
-  __shared__ int64_t own[kThreads];
-  __shared__ int repeated[kThreads];
-  const int rows = blockDim.y, threads = blockDim.x * blockDim.y;
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  if (threadIdx.x == 0) {
-    own[threadIdx.y] = slot;
-    repeated[threadIdx.y] = 0;
-  }
-  __syncthreads();
-  for (int64_t later = first_token + 1 + thread; later < write.tokens; later += threads) {
-    const int64_t other = write.slots[later];
-    for (int row = 0; row < rows && first_token + row < later; ++row) {
-      if (own[row] == other) repeated[row] = 1;
-    }
-  }
-  __syncthreads();
-  return repeated[threadIdx.y] != 0;
+// Where a token's rows go, in bytes from the start of the pools; below zero: nowhere.
+struct Place {
+  int64_t key, value;
+};
+
+__device__ inline Place place_of(const Write& write, int64_t slot) {
+  if (slot < 0 || slot >= write.num_slots) return {-1, -1};
+  const int64_t block = write.block_size.block_of(slot);
+  const int64_t offset = slot - block * write.block_size.size;
+  return {
+      block * write.key.block_stride + offset * write.key.offset_stride,
+      block * write.value.block_stride + offset * write.value.offset_stride};
 }
 
 // One pack of each of a thread's tokens.
 template <class Move, int TOKENS>
 struct Packs {
   char* target;
-  const Side* side;
+  bool is_key;
   float scale;
   typename Move::Pack packs[TOKENS];
 
+  // Of the last token where there are no more: loads without a condition wait for nothing.
   __device__ void load(const Write& write, uint32_t pack, int64_t first_token) {
-    const bool is_key = pack < write.key.packs;
-    side = is_key ? &write.key : &write.value;
+    is_key = pack < write.key.packs;
+    const Side& side = is_key ? write.key : write.value;
     pack -= is_key ? 0 : write.key.packs;
-    const int64_t head = pack / side->packs_of_head, part = pack % side->packs_of_head;
+    int64_t head = 0, part = pack;
+    if (side.packs != side.packs_of_head) {
+      head = pack / side.packs_of_head;
+      part = pack % side.packs_of_head;
+    }
     const char* const source =
-        side->source + head * side->source_head_stride + part * Move::kSourceBytes;
-    target = side->cache + head * side->cache_head_stride + part * Move::kTargetBytes;
-    scale = 1.0f;
-    if (Move::kScales && side->scales) scale = side->scales[head * side->scale_stride];
+        side.source + head * side.source_head_stride + part * Move::kSourceBytes;
+    target = side.cache + head * side.cache_head_stride + part * Move::kTargetBytes;
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {
-      const int64_t token = first_token + i * blockDim.y;
-      if (token < write.tokens) packs[i] = Move::load(source + token * side->token_stride);
+      const int64_t token = min(first_token + i * blockDim.y, write.tokens - 1);
+      packs[i] = Move::load(source + token * side.token_stride);
     }
+    scale = 1.0f;
+    if (Move::kScales && side.scales) scale = side.scales[head * side.scale_stride];
   }
 
-  __device__ void store(const int64_t (&block)[TOKENS], const int64_t (&offset)[TOKENS]) const {
+  // Stores token i of the thread at places[i * stride].
+  __device__ void store(const Place* places, int stride) const {
     const Move move(scale);
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {
-      if (block[i] < 0) continue;
-      move.store(target + block[i] * side->block_stride + offset[i] * side->offset_stride, packs[i]);
+      const int64_t place = is_key ? places[i * stride].key : places[i * stride].value;
+      if (place >= 0) move.store(target + place, packs[i]);
     }
   }
 };
 
-template <class Move, int TOKENS, bool SEARCHES>
-__global__ void __launch_bounds__(kThreads) write_tokens(const __grid_constant__ Write write) {
-  const int64_t first_of_cta = static_cast<int64_t>(blockIdx.x) * blockDim.y * TOKENS;
-  const int64_t first_token = first_of_cta + threadIdx.y;
+// A CTA for each token. All its threads look for a later token with its slot: then it is not stored.
+template <class Move, bool SEARCHES>
+__global__ void __launch_bounds__(kThreads) write_few(const __grid_constant__ Write write) {
+  const int token = static_cast<int>(blockIdx.x), last = static_cast<int>(write.tokens) - 1;
   const uint32_t all_packs = write.key.packs + write.value.packs;
-  int64_t block[TOKENS], offset[TOKENS];
+  const LoadedIndex own = write.slots.load(token);
+  uint32_t pack = threadIdx.x;
+  Packs<Move, 1> packs;
+  if (pack < all_packs) packs.load(write, pack, token);
+  LoadedIndex ahead[kSlotsAhead];
+  const int threads = static_cast<int>(blockDim.x);
+  int later = token + 1 + static_cast<int>(threadIdx.x);
 #pragma unroll
-  for (int i = 0; i < TOKENS; ++i) {
-    const int64_t token = first_token + i * blockDim.y;
-    block[i] = token < write.tokens ? write.slots[token] : -1;
+  for (int i = 0; SEARCHES && i < kSlotsAhead; ++i) {
+    ahead[i] = write.slots.load(min(later + i * threads, last));
   }
+  const int64_t slot = own.value(write.slots.is_wide);
+  bool is_repeated = false;
+#pragma unroll
+  for (int i = 0; SEARCHES && i < kSlotsAhead; ++i) {
+    is_repeated |= later <= last && ahead[i].value(write.slots.is_wide) == slot;
+    later += threads;
+  }
+  for (; SEARCHES && later <= last; later += threads) is_repeated |= write.slots[later] == slot;
+  // Without a barrier the loads of packs would be moved behind what depends on the slot.
+  if (__syncthreads_or(is_repeated)) return;
+  const Place place = place_of(write, slot);
+  while (pack < all_packs) {
+    packs.store(&place, 0);
+    pack += blockDim.x;
+    if (pack < all_packs) packs.load(write, pack, token);
+  }
+}
+
+// A CTA for blockDim.y times TOKENS tokens. Its first threads find the places, one each.
+template <class Move, int TOKENS>
+__global__ void __launch_bounds__(kThreads) write_many(const __grid_constant__ Write write) {
+  __shared__ Place places[kThreads];
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x, tokens = blockDim.y * TOKENS;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * tokens, last = write.tokens - 1;
+  const uint32_t all_packs = write.key.packs + write.value.packs;
+  LoadedIndex slot{0, 0};
+  if (thread < tokens) slot = write.slots.load(min(first + thread, last));
   uint32_t pack = threadIdx.x;
   Packs<Move, TOKENS> packs;
-  if (pack < all_packs) packs.load(write, pack, first_token);
-  if (SEARCHES) {
-    static_assert(!SEARCHES || TOKENS == 1, "a CTA keeps one slot for each of its rows");
-    if (is_repeated(write, first_of_cta, block[0])) block[0] = -1;
+  packs.load(write, pack, first + threadIdx.y);
+  if (thread < tokens) {
+    const bool is_there = first + thread <= last;
+    places[thread] = place_of(write, is_there ? slot.value(write.slots.is_wide) : -1);
   }
-#pragma unroll
-  for (int i = 0; i < TOKENS; ++i) {
-    const int64_t slot = block[i];
-    const bool is_stored = slot >= 0 && slot < write.num_slots;
-    block[i] = -1;
-    if (is_stored) block[i] = block_of(slot, write.num_slots, write.block_size, write.block_shift);
-    offset[i] = slot - block[i] * write.block_size;
-  }
-  while (pack < all_packs) {
-    packs.store(block, offset);
+  __syncthreads();
+  while (true) {
+    packs.store(places + threadIdx.y, blockDim.y);
     pack += blockDim.x;
-    if (pack < all_packs) packs.load(write, pack, first_token);
+    if (pack >= all_packs) break;
+    packs.load(write, pack, first + threadIdx.y);
   }
 }
 
 template <class Move>
 void launch(const Write& write, int32_t device) {
-  const int64_t packs = static_cast<int64_t>(write.key.packs) + write.value.packs;
-  const int64_t passes = (packs + kThreads - 1) / kThreads;
-  const uint32_t lanes = static_cast<uint32_t>((packs + passes - 1) / passes);
-  const dim3 threads(lanes, std::max(1u, kThreads / lanes));
-  const int64_t least_ctas =
-      kCtasToFill * device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
-  const auto ctas = [&](int64_t tokens) {
-    return static_cast<uint32_t>((write.tokens + tokens * threads.y - 1) / (tokens * threads.y));
-  };
+  const uint32_t packs = write.key.packs + write.value.packs;
+  const uint32_t passes = (packs + kThreads - 1) / kThreads;
+  const uint32_t lanes = (packs + passes - 1) / passes;
   const cudaStream_t stream = current_stream(device);
-  if (write.tokens > 1 && write.tokens <= kLongestSearch) {
-    write_tokens<Move, 1, true><<<ctas(1), threads, 0, stream>>>(write);
-  } else if (ctas(kTokensInFlight) < least_ctas) {
-    write_tokens<Move, 1, false><<<ctas(1), threads, 0, stream>>>(write);
+  if (write.tokens == 1) {
+    write_few<Move, false><<<1, lanes, 0, stream>>>(write);
+  } else if (write.tokens <= kLongestSearch) {
+    const uint32_t threads = std::max<uint32_t>(lanes, kLeastThreads);
+    write_few<Move, true><<<static_cast<uint32_t>(write.tokens), threads, 0, stream>>>(write);
   } else {
-    write_tokens<Move, kTokensInFlight, false>
-        <<<ctas(kTokensInFlight), threads, 0, stream>>>(write);
+    const dim3 threads(lanes, std::max(1u, kLeastThreads / lanes));
+    const int64_t tokens = threads.y * kTokensInFlight;
+    const auto ctas = static_cast<uint32_t>((write.tokens + tokens - 1) / tokens);
+    write_many<Move, kTokensInFlight><<<ctas, threads, 0, stream>>>(write);
   }
   check_launch(kOp);
 }
@@ -209,7 +232,6 @@ struct Call {
 
   template <class Move>
   void run() const {
-    const int64_t block_size = key.pool.block_size;
     const int64_t elements = Move::kTargetBytes / key.pool.element_size;
     launch<Move>(
         {key.side(elements, k_scales),
@@ -217,8 +239,7 @@ struct Call {
          slots,
          tokens,
          key.pool.num_slots(),
-         block_size,
-         shift_of(block_size)},
+         BlockSize(key.pool.block_size)},
         device);
   }
 

@@ -26,7 +26,7 @@ long count_differences(const std::vector<float>& values, float scale) {
     const float quotient = quotient_of(divisor, value);
     const bool is_nan = quotient != quotient;
     if (is_nan != std::isnan(value / scale)) ++different;
-    if (is_nan) continue;  // the kernel then takes float_to_fp8 itself
+    if (is_nan) continue;  // the byte is 0x7F and the sign of the value, whatever the divisor
     different += float_to_fp8<Format>(quotient, 1.0f) != float_to_fp8<Format>(value, scale);
   }
   return different;

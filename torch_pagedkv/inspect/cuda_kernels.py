@@ -14,7 +14,7 @@ import torch
 from torch_pagedkv.inspect.row_lanes import LANES_OF_WARP
 
 WRITE_THREADS = 256  # at most, of a CTA that writes
-SEARCHED_TOKENS = 1024  # calls of up to so many have one token for each thread
+SEARCHED_TOKENS = 1024  # calls of up to so many have a CTA for each
 WIDEST_HEAD = 256
 # Whether the pool is float8 -> widest head of keys and values -> positions in a tile.
 KEYS_OF_TILE = {False: {64: 16, 128: 16, WIDEST_HEAD: 16}, True: {64: 32, 128: 16, WIDEST_HEAD: 16}}
@@ -25,21 +25,19 @@ _PACK_BYTES = 16
 
 @dataclasses.dataclass(frozen=True)
 class CudaRowLanes:
-    """How the packs of a token's key are dealt to the threads of the CTA that writes them.
+    """How the packs of a token's key are dealt to the threads of its CTA, in a call of few tokens.
 
-    Pack p of the key belongs to thread ``p % threads`` of the token's threads; those of the value follow.
+    Pack p of the key belongs to thread ``p % threads``; those of the value follow.
     """
 
     pack: int  # consecutive elements of one access
-    threads: int  # of a token
-    rows: int  # tokens that a CTA has at once
+    threads: int  # of its CTA that have any
     elements: int  # of the key
     token: int  # its row in the call's key
 
     def thread_of(self, element: int) -> tuple[int, int]:
         """Return (warp, lane) of the thread that moves an element of the key."""
-        thread = self.token % self.rows * self.threads + element // self.pack % self.threads
-        return divmod(thread, LANES_OF_WARP)
+        return divmod(element // self.pack % self.threads, LANES_OF_WARP)
 
     def pack_of(self, element: int) -> range:
         """Return the elements that the same thread moves in one access with this one."""
@@ -48,16 +46,14 @@ class CudaRowLanes:
 
     def heading(self, itemsize: int) -> list[str]:
         """Say how a call's tokens and their packs are dealt."""
-        packs, row = self.elements // self.pack, self.token % self.rows
-        first = row * self.threads
+        packs = self.elements // self.pack
         size = f"{self.pack} elements ({self.pack * itemsize} bytes)" if self.pack > 1 else f"1 element ({itemsize} B)"
         more = "" if 2 * packs <= self.threads else f", then x + {self.threads} and so on"
         return [
-            f"written by reshape_and_cache on CUDA, in CUDA C++: CTAs of {self.threads} x {self.rows} threads, "
-            f"{self.threads} for each of {self.rows} tokens",
-            f"  {packs} packs of {size} of the key, then the value's; thread x of a token has pack x{more}",
-            f"  token {self.token} of a call of up to {SEARCHED_TOKENS}: CTA {self.token // self.rows}, "
-            f"threads {first} to {first + self.threads - 1}",
+            "written by reshape_and_cache on CUDA, in CUDA C++: a CTA for each token of a call of up to "
+            f"{SEARCHED_TOKENS}",
+            f"  {packs} packs of {size} of the key, then the value's; thread x has pack x{more}",
+            f"  token {self.token}: CTA {self.token}, threads 0 to {self.threads - 1}",
         ]
 
 
@@ -92,7 +88,7 @@ def lanes_of_cuda_write(source: torch.Tensor, cache: torch.Tensor, token: int) -
     packs = 2 * (num_heads * head_dim // pack)
     passes = -(-packs // WRITE_THREADS)
     threads = -(-packs // passes)
-    return CudaRowLanes(pack, threads, max(1, WRITE_THREADS // threads), num_heads * head_dim, token)
+    return CudaRowLanes(pack, threads, num_heads * head_dim, token)
 
 
 @dataclasses.dataclass(frozen=True)

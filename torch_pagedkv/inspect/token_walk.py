@@ -200,7 +200,7 @@ def explain(
             then bfloat16).
         length: tokens of the sequence when it is read; None: position + 1.
         token: the row of the token in the call that writes it; None: position, as in a prompt that is
-            written whole. It decides which threads of a CTA of the CUDA C++ kernel have it.
+            written whole. It is the number of the CTA of the CUDA C++ kernel that has it.
         kernels: "cuda" or "triton"; ``python -m torch_pagedkv info`` says which serve a GPU. A decode
             step that CUDA C++ does not take is told as Triton's in either case.
 
