@@ -95,10 +95,8 @@ bool has_decode_kernel(const Tensor& key_cache, const Tensor& value_cache) {
 void share_device(
     DecodeProblem& problem, const Tensor& key_cache, const Tensor& value_cache, int32_t device) {
   const int64_t most_short = static_cast<int64_t>(problem.num_sequences) * problem.most_tokens;
-  const int rows = problem.heads_of_tile <= kFewRows ? kFewRows : kRows;
-  const DecodeVariant& variant = variant_of(key_cache, value_cache, rows);
+  const DecodeVariant& variant = variant_of(key_cache, value_cache, kRows);
   if (!variant.leaves || problem.num_tokens <= most_short) return;
-  problem.most_tokens = rows / problem.heads_of_tile;
   problem.beside.tokens_of_tile = tokens_of_prefill_tile(problem, key_cache, value_cache);
   problem.beside.multiprocessors = device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
   problem.beside.warps = warps_on(device, variant);

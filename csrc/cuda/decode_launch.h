@@ -10,8 +10,7 @@ namespace torch_pagedkv {
 // Whether the device of the pools runs decode attention of heads as wide as theirs.
 bool has_decode_kernel(const Tensor& key_cache, const Tensor& value_cache);
 
-// Lets prefill attention run beside decode attention, where some sequence is surely long. Decode then takes no
-// more rows of a sequence than it multiplies fastest, since it has fewer multiprocessors.
+// Lets prefill attention run beside decode attention, where some sequence is surely long.
 void share_device(
     DecodeProblem& problem, const Tensor& key_cache, const Tensor& value_cache, int32_t device);
 

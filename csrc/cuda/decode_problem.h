@@ -12,8 +12,6 @@ namespace torch_pagedkv {
 
 // Query rows that a warp takes at once: (token, head) pairs of one sequence and one KV head.
 inline constexpr int kRows = 16;
-// As many as cost it least.
-inline constexpr int kFewRows = 8;
 // Warps that walk the heads of a sequence side by side, at most.
 inline constexpr int kMostOfTeam = 8;
 // CTAs that join parts: groups of so many lanes have four columns each.
@@ -70,7 +68,7 @@ struct DecodeProblem {
   int num_tokens, num_sequences, num_blocks, block_size, block_shift, max_positions;
   int num_heads, num_kv_heads, group;
   int head_tiles, heads_of_tile;  // the heads of a group, cut so that one token's fit kRows
-  int most_tokens;                // of a sequence, whose rows fit kRows, or kFewRows
+  int most_tokens;                // of a sequence, whose rows fit kRows
   int inverse_heads;              // 256 / heads_of_tile, rounded up
   int key_dim, value_dim;
 

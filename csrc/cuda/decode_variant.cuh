@@ -65,7 +65,7 @@ const DecodeVariant& decode_variant_of_rows(int dim) {
 
 template <class POOL>
 const DecodeVariant& decode_variant_of(int dim, int rows) {
-  return rows <= kFewRows ? decode_variant_of_rows<POOL, 8>(dim) : decode_variant_of_rows<POOL, 16>(dim);
+  return rows <= 8 ? decode_variant_of_rows<POOL, 8>(dim) : decode_variant_of_rows<POOL, 16>(dim);
 }
 
 }  // namespace torch_pagedkv

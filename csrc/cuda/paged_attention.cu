@@ -1,9 +1,9 @@
 // paged_attention: softmax(query . keys) . values, keys and values read through the block table.
 //
 // This file checks the arguments, and says which calls these kernels take. Decode attention serves
-// sequences with up to 16 query rows for each KV head (decode, speculation), 8 where it shares the GPU with
-// prefill attention, which serves those with more, on Hopper. Where prefill attention does not take a call,
-// rows of longer sequences are left as they are, for the kernel that the caller launches before this one.
+// sequences with up to 16 query rows for each KV head (decode, speculation), prefill attention those with
+// more, on Hopper. Where prefill attention does not take a call, rows of longer sequences are left as they
+// are, for the kernel that the caller launches before this one.
 
 #include <torch/csrc/stable/library.h>
 
@@ -206,10 +206,8 @@ bool attend(
 
   if (has_prefill && num_splits == 0) share_device(problem, key_cache, value_cache, device);
   const int64_t most_tokens = problem.starts.data ? tokens : 1;
-  const int64_t most_rows =
-      problem.beside.tokens_of_tile > 0 ? problem.heads_of_tile * problem.most_tokens : kRows;
   problem.rows_of_slot =
-      static_cast<int>(std::min<int64_t>(most_rows, problem.heads_of_tile * most_tokens));
+      static_cast<int>(std::min<int64_t>(kRows, problem.heads_of_tile * most_tokens));
 
   const OnDevice on_device(device);
   // Alive until all is launched: what runs side by side must not share memory.
