@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 LAYOUTS = (
@@ -87,3 +89,8 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     different = (bits(actual) != bits(expected.to(actual.device))).sum().item()
     assert different == 0, f"{different} of {actual.numel()} elements differ in their bits"
+
+
+def assert_all_same_bits(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert_same_bits(one, other)
