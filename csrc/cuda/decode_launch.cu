@@ -84,6 +84,18 @@ bool is_near(const PoolRows& rows) {
   return std::max(rows.block_stride, rows.offset_stride) <= UINT32_MAX;
 }
 
+// Lets prefill attention run beside decode attention, where some sequence is surely long.
+void share_device(
+    DecodeProblem& problem, const DecodeVariant& variant, const Tensor& key_cache,
+    const Tensor& value_cache, int32_t device) {
+  const int64_t most_short = static_cast<int64_t>(problem.num_sequences) * problem.most_tokens;
+  if (!variant.leaves || problem.num_tokens <= most_short) return;
+  problem.beside.tokens_of_tile = tokens_of_prefill_tile(problem, key_cache, value_cache);
+  problem.beside.multiprocessors = device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
+  problem.beside.warps = warps_on(device, variant);
+  problem.beside.keys_of_tile = variant.tile;
+}
+
 }  // namespace
 
 bool has_decode_kernel(const Tensor& key_cache, const Tensor& value_cache) {
@@ -92,21 +104,13 @@ bool has_decode_kernel(const Tensor& key_cache, const Tensor& value_cache) {
          warps_on(device, variant_of(key_cache, value_cache, kRows)) > 0;
 }
 
-void share_device(
-    DecodeProblem& problem, const Tensor& key_cache, const Tensor& value_cache, int32_t device) {
-  const int64_t most_short = static_cast<int64_t>(problem.num_sequences) * problem.most_tokens;
-  const DecodeVariant& variant = variant_of(key_cache, value_cache, kRows);
-  if (!variant.leaves || problem.num_tokens <= most_short) return;
-  problem.beside.tokens_of_tile = tokens_of_prefill_tile(problem, key_cache, value_cache);
-  problem.beside.multiprocessors = device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
-  problem.beside.warps = warps_on(device, variant);
-  problem.beside.keys_of_tile = variant.tile;
-}
-
 void attend_short_and_long(
     DecodeProblem problem, const Tensor& key_cache, const Tensor& value_cache, int32_t device,
     int64_t num_splits) {
   const DecodeVariant& variant = variant_of(key_cache, value_cache, problem.rows_of_slot);
+  if (problem.prefill_counter != nullptr && num_splits == 0) {
+    share_device(problem, variant, key_cache, value_cache, device);
+  }
   const int64_t items = static_cast<int64_t>(problem.num_sequences) * problem.items_of_sequence();
   problem.tiles_have_one_block = problem.block_size % variant.tile == 0 &&
                                  problem.rows_are_aligned && is_near(problem.keys) &&

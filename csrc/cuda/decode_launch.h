@@ -10,10 +10,6 @@ namespace torch_pagedkv {
 // Whether the device of the pools runs decode attention of heads as wide as theirs.
 bool has_decode_kernel(const Tensor& key_cache, const Tensor& value_cache);
 
-// Lets prefill attention run beside decode attention, where some sequence is surely long.
-void share_device(
-    DecodeProblem& problem, const Tensor& key_cache, const Tensor& value_cache, int32_t device);
-
 // Launches all that a problem needs: prefill attention too where it has a counter for it.
 void attend_short_and_long(
     DecodeProblem problem, const Tensor& key_cache, const Tensor& value_cache, int32_t device,

@@ -204,7 +204,6 @@ bool attend(
   problem.window_left = window_left >= farthest ? -1 : static_cast<int>(window_left);
   problem.window_right = causal ? 0 : window_right >= farthest ? -1 : static_cast<int>(window_right);
 
-  if (has_prefill && num_splits == 0) share_device(problem, key_cache, value_cache, device);
   const int64_t most_tokens = problem.starts.data ? tokens : 1;
   problem.rows_of_slot =
       static_cast<int>(std::min<int64_t>(kRows, problem.heads_of_tile * most_tokens));
