@@ -133,3 +133,23 @@ def test_many_batch_mates_change_no_bit_of_a_sequence(num_splits, device):
     alone, lse_alone = attend(batch)
     assert_same_bits(alone, out[:1])
     assert_same_bits(lse_alone, lse[:, :1].contiguous())
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "window_size": (90, 0)}], ids=["plain", "window"])
+@pytest.mark.parametrize(
+    "head_dim, pool_dtype", [(64, BF16), (128, FP16), (256, BF16), (64, E5M2), (128, E4M3), (256, E4M3)]
+)
+def test_tokens_of_batch_mates_change_no_bit_of_a_sequence(head_dim, pool_dtype, options, device):
+    """How many tokens most sequences have chooses the kernel: for few, for many, for both apart."""
+    dtype = FP16 if pool_dtype == FP16 else BF16
+    case = PagedCase(name="rows", kv_lens=[300, 77, 60, 200, 17], query_lens=[1, 4, 1, 1, 1], dtype=dtype,
+                     pool_dtype=pool_dtype, num_heads=8, num_kv_heads=2, head_dim=head_dim,
+                     options={**options, "num_splits": 1})  # fmt: skip
+    batch = case.build(device)
+    out, lse = attend_as_reference(batch)
+    query, tables, lengths, starts = batch.query, batch.block_table, batch.seqused_k, batch.cu_seqlens_q
+    for first, stop in ((0, 1), (0, 2), (1, 2), (1, 5), (2, 5)):
+        rows = slice(int(starts[first]), int(starts[stop]))
+        batch.query, batch.block_table, batch.seqused_k = query[rows], tables[first:stop], lengths[first:stop]
+        batch.cu_seqlens_q = starts[first : stop + 1] - starts[first]
+        assert_all_same_bits(attend(batch), (out[rows], lse[:, rows].contiguous()))

@@ -4,7 +4,7 @@
 
 namespace torch_pagedkv {
 
-const DecodeVariant& decode_variant_bfloat16(int dim, int rows) {
+const DecodeVariant& decode_variant_bfloat16(int dim, ItemRows rows) {
   return decode_variant_of<BFloat16Pool>(dim, rows);
 }
 

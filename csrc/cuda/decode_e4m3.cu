@@ -4,7 +4,7 @@
 
 namespace torch_pagedkv {
 
-const DecodeVariant& decode_variant_e4m3(int dim, int rows) {
+const DecodeVariant& decode_variant_e4m3(int dim, ItemRows rows) {
   return decode_variant_of<E4M3Pool>(dim, rows);
 }
 

@@ -4,7 +4,7 @@
 
 namespace torch_pagedkv {
 
-const DecodeVariant& decode_variant_e5m2(int dim, int rows) {
+const DecodeVariant& decode_variant_e5m2(int dim, ItemRows rows) {
   return decode_variant_of<E5M2Pool>(dim, rows);
 }
 

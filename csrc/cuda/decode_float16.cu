@@ -4,7 +4,7 @@
 
 namespace torch_pagedkv {
 
-const DecodeVariant& decode_variant_float16(int dim, int rows) {
+const DecodeVariant& decode_variant_float16(int dim, ItemRows rows) {
   return decode_variant_of<HalfPool>(dim, rows);
 }
 

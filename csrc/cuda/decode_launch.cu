@@ -23,7 +23,7 @@ constexpr int kMostSummedByAll = 512;
 constexpr int64_t kMostMergingCtas = 512;
 
 const DecodeVariant& variant_of(
-    const Tensor& key_cache, const Tensor& value_cache, int rows) {
+    const Tensor& key_cache, const Tensor& value_cache, ItemRows rows) {
   const int dim = static_cast<int>(std::max(key_cache.size(3), value_cache.size(3)));
   switch (key_cache.scalar_type()) {
     case ScalarType::BFloat16: return decode_variant_bfloat16(dim, rows);
@@ -31,6 +31,14 @@ const DecodeVariant& variant_of(
     case ScalarType::Float8_e4m3fn: return decode_variant_e4m3(dim, rows);
     default: return decode_variant_e5m2(dim, rows);
   }
+}
+
+// What is known of the rows of items, without their lengths. It changes no bit.
+ItemRows rows_of_items(const DecodeProblem& problem) {
+  if (problem.rows_of_slot <= 8) return ItemRows::kFew;
+  const int64_t rows = static_cast<int64_t>(problem.num_tokens) * problem.heads_of_tile;
+  const int64_t items = problem.num_sequences;
+  return rows > 8 * items && rows <= kRows * items ? ItemRows::kMany : ItemRows::kMixed;
 }
 
 // As many warps of a CTA as the device's shared memory holds.
@@ -101,13 +109,13 @@ void share_device(
 bool has_decode_kernel(const Tensor& key_cache, const Tensor& value_cache) {
   const int32_t device = key_cache.get_device_index();
   return device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 8 &&
-         warps_on(device, variant_of(key_cache, value_cache, kRows)) > 0;
+         warps_on(device, variant_of(key_cache, value_cache, ItemRows::kMany)) > 0;
 }
 
 void attend_short_and_long(
     DecodeProblem problem, const Tensor& key_cache, const Tensor& value_cache, int32_t device,
     int64_t num_splits) {
-  const DecodeVariant& variant = variant_of(key_cache, value_cache, problem.rows_of_slot);
+  const DecodeVariant& variant = variant_of(key_cache, value_cache, rows_of_items(problem));
   if (problem.prefill_counter != nullptr && num_splits == 0) {
     share_device(problem, variant, key_cache, value_cache, device);
   }

@@ -12,6 +12,12 @@ namespace torch_pagedkv {
 
 // Query rows that a warp takes at once: (token, head) pairs of one sequence and one KV head.
 inline constexpr int kRows = 16;
+// Rows of most items, which decides what a kernel is made for. All take up to kRows of any.
+enum class ItemRows {
+  kFew,    // up to 8 of every item
+  kMany,   // more of most
+  kMixed,  // up to 8 of most, more of some
+};
 // Warps that walk the heads of a sequence side by side, at most.
 inline constexpr int kMostOfTeam = 8;
 // CTAs that join parts: groups of so many lanes have four columns each.
@@ -142,11 +148,10 @@ struct DecodeVariant {
 
 inline constexpr int kMostDecodeDim = 256;
 
-// The variant for heads of up to kMostDecodeDim elements, the wider of keys and values, and for up to so
-// many query rows of an item.
-const DecodeVariant& decode_variant_bfloat16(int dim, int rows);
-const DecodeVariant& decode_variant_float16(int dim, int rows);
-const DecodeVariant& decode_variant_e4m3(int dim, int rows);
-const DecodeVariant& decode_variant_e5m2(int dim, int rows);
+// The variant for heads of up to kMostDecodeDim elements, the wider of keys and values.
+const DecodeVariant& decode_variant_bfloat16(int dim, ItemRows rows);
+const DecodeVariant& decode_variant_float16(int dim, ItemRows rows);
+const DecodeVariant& decode_variant_e4m3(int dim, ItemRows rows);
+const DecodeVariant& decode_variant_e5m2(int dim, ItemRows rows);
 
 }  // namespace torch_pagedkv

@@ -20,6 +20,14 @@ struct WarpQuery {
   static constexpr int kColumns = TILE::kRights;  // of 8 rows
   uint32_t pairs[kSteps][2 * kColumns];  // each half of 16 elements, of each column
 
+  __device__ void clear() {
+#pragma unroll
+    for (auto& of_step : pairs) {
+#pragma unroll
+      for (uint32_t& pair : of_step) pair = 0;
+    }
+  }
+
   // Loads the rows that exist, zeros for others; leaves in terms[row].scale what a row was divided by.
   __device__ void load(
       const DecodeProblem& problem, const Sequence& sequence, int first_head, int heads,

@@ -144,38 +144,22 @@ struct TeamStarts {
     }
     const int64_t own_share = share_of_team(problem, of_all, load);
     if (threadIdx.x == 0) total = of_all, share = own_share;
-    const int64_t stop_tile = (before + own) * problem.groups;
-#pragma unroll 1
-    for (int64_t team = first_team; team <= last_team; ++team) {
-      const int64_t tile = team * own_share;
-      if (tile < before * problem.groups || tile >= stop_tile) continue;
-      places[team - first_team] =
-          place_from(problem, {first, before * problem.groups}, stop - 1, tile);
-    }
-    if (blockIdx.x == 0 && problem.tiles_before != nullptr) write(problem, first, stop, before);
-    __syncthreads();
-  }
-
- private:
-  // The sequence of a tile: this one, or a later one up to `last`.
-  __device__ static Place place_from(const DecodeProblem& problem, Place place, int last, int64_t tile) {
-#pragma unroll 1
-    while (place.sequence < last) {
-      const int64_t tiles = sequence_of<TILE>(problem, place.sequence).tiles;
-      const int64_t stop = place.before + tiles * problem.groups;
-      if (tile < stop) break;
-      place = {place.sequence + 1, stop};
-    }
-    return place;
-  }
-
-  __device__ void write(const DecodeProblem& problem, int first, int stop, int64_t before) const {
+    const bool writes = blockIdx.x == 0 && problem.tiles_before != nullptr;
+    if (writes && threadIdx.x == 0) problem.tiles_before[problem.num_sequences] = own_share;
 #pragma unroll 1
     for (int index = first; index < stop; ++index) {
-      problem.tiles_before[index] = before;
-      before += sequence_of<TILE>(problem, index).tiles;
+      const int64_t tiles = run == 1 ? own : sequence_of<TILE>(problem, index).tiles;
+      if (writes) problem.tiles_before[index] = before;
+      const int64_t start_tile = before * problem.groups;
+      before += tiles;
+#pragma unroll 1
+      for (int64_t team = first_team; team <= last_team; ++team) {
+        const int64_t tile = team * own_share;
+        const bool is_here = tile >= start_tile && tile < before * problem.groups;
+        if (is_here) places[team - first_team] = {index, start_tile};
+      }
     }
-    if (threadIdx.x == 0) problem.tiles_before[problem.num_sequences] = share;
+    __syncthreads();
   }
 };
 
@@ -223,27 +207,27 @@ struct Walk {
   int index, group, first;  // where the next segment starts
   Sequence sequence;        // of the last segment
 
-  // Through one part of an item, which may be empty.
+  // Through one part of an item, which may be empty. `index`: the sequence's number.
   TORCH_PAGEDKV_ANYWHERE_MEMBER static Walk through_part(
-      const DecodeProblem& problem, int sequence, int item, int part) {
+      const DecodeProblem& problem, int index, const Sequence& sequence, int item, int part) {
     Walk walk{};
-    walk.sequence = sequence_of<TILE>(problem, sequence);
+    walk.sequence = sequence;
     const PartOfItem own = part_of_item(problem, walk.sequence.tiles, part);
     walk.left = own.count, walk.first = own.first;
     walk.member = item % problem.team, walk.group = item / problem.team;
-    walk.index = sequence, walk.part = part;
+    walk.index = index, walk.part = part;
     return walk;
   }
 
-  // Through so many tiles of a team, from number `tile` on, in the sequence of `place`.
+  // Through so many tiles of a team, from number `tile` on, in the sequence at `place`.
   TORCH_PAGEDKV_ANYWHERE_MEMBER static Walk through_share(
-      const DecodeProblem& problem, int64_t team, int member, const Place& place, int64_t tile,
-      int64_t tiles) {
+      const DecodeProblem& problem, int64_t team, int member, const Place& place,
+      const Sequence& sequence, int64_t tile, int64_t tiles) {
     Walk walk{};
     walk.left = tiles;
     walk.team = team, walk.member = member, walk.part = -1;
     walk.index = place.sequence;
-    walk.sequence = sequence_of<TILE>(problem, place.sequence);
+    walk.sequence = sequence;
     const int64_t after = tile - place.before;
     walk.group = problem.groups == 1 ? 0 : static_cast<int>(quotient(after, walk.sequence.tiles));
     walk.first = static_cast<int>(after - static_cast<int64_t>(walk.group) * walk.sequence.tiles);

@@ -265,6 +265,8 @@ using E5M2Pool = Fp8Pool<E5M2Bytes>;
 template <class POOL, int DIM, int ROWS, int KEYS, int STAGES, int WARPS, int CTAS>
 struct DecodeTile {
   using Pool = POOL;
+  template <int OTHER>
+  using WithRows = DecodeTile<POOL, DIM, OTHER, KEYS, STAGES, WARPS, CTAS>;  // of the same memory
   static constexpr int kDim = DIM;
   static constexpr int kRows = ROWS;         // of queries
   // 8 query rows are the right matrix of a product, 16 the left one.

@@ -47,6 +47,9 @@ struct DeviceIndices {
   }
 
   TORCH_PAGEDKV_HOST_DEVICE int64_t operator[](int64_t index) const {
+#if defined(__CUDA_ARCH__)
+    return load(index).value(is_wide);  // less code than a path for each width
+#endif
     const char* const address = data + index * stride;
     return is_wide ? *reinterpret_cast<const int64_t*>(address)
                    : *reinterpret_cast<const int32_t*>(address);

@@ -132,7 +132,9 @@ void check_shares(const Batch& batch, std::mt19937& random) {
     const int64_t first = team * share, count = std::min(share, all - first);
     if (count <= 0) continue;
     for (int member = 0; member < problem.team; ++member) {
-      auto walk = Walk<kTile>::through_share(problem, team, member, place_of(problem, first), first, count);
+      const Place place = place_of(problem, first);
+      const Sequence sequence = sequence_of<kTile>(problem, place.sequence);
+      auto walk = Walk<kTile>::through_share(problem, team, member, place, sequence, first, count);
       while (!walk.is_done()) {
         const Segment segment = walk.next(problem);
         const Item key{segment.sequence, segment.item};
@@ -171,7 +173,7 @@ void check_parts(DecodeProblem problem, int most_parts) {
     for (int item = 0; item < problem.items_of_sequence(); ++item) {
       int next = 0;
       for (int part = 0; part < most_parts; ++part) {
-        auto walk = Walk<kTile>::through_part(problem, index, item, part);
+        auto walk = Walk<kTile>::through_part(problem, index, sequence, item, part);
         expect(walk.is_done() == (part >= parts || sequence.tiles == 0));
         if (walk.is_done()) continue;
         const Segment segment = walk.next(problem);
