@@ -170,12 +170,12 @@ inline void load_query(
   }
 }
 
-// A row's sums in the order of the elements.
+// A row's sums in the order of the elements. `stride`: from a step's sums to those of the next.
 template <class Units>
-inline void order_sums(const float* sums, int64_t dim, float* row) {
-  for (int64_t first = 0; first < dim; first += Units::kStep) {
+inline void order_sums(const float* sums, int64_t stride, int64_t dim, float* row) {
+  for (int64_t first = 0; first < dim; first += Units::kStep, sums += stride) {
     for (int i = 0; i < Units::kStep; i += kRun) {
-      std::memcpy(row + first + Units::value_order(i), sums + first + i, kRun * sizeof(float));
+      std::memcpy(row + first + Units::value_order(i), sums + i, kRun * sizeof(float));
     }
   }
 }

@@ -76,10 +76,11 @@ class FewRows {
   RowBlock& block_of(int64_t head, int64_t block) {
     return blocks_of_rows_[head * row_blocks_ + block];
   }
-  float* sums_of(int64_t head, int64_t row) {
-    return sums_ + (head * row_blocks_ * kBlockRows + row) * sum_units_;
+  // Those of a block of rows, the first step of all before their second one: one address serves.
+  float* sums_of(int64_t head, int64_t block) {
+    return sums_ + (head * row_blocks_ + block) * kBlockRows * sum_units_;
   }
-  // Those of a block of rows, the first vectors of all before their second ones: one address serves.
+  // The same of queries, by vectors.
   uint32_t* queries_of(int64_t head, int64_t block) {
     return queries_ + (head * row_blocks_ + block) * kBlockRows * query_units_;
   }
@@ -105,9 +106,10 @@ class FewRows {
   void begin_block(int64_t head, int64_t block) {
     RowBlock& rows = block_of(head, block);
     rows = RowBlock{};
+    std::memset(
+        sums_of(head, block), 0, static_cast<size_t>(kBlockRows * sum_units_) * sizeof(float));
     for (int i = 0; i < kBlockRows; ++i) {
       const int64_t row = block * kBlockRows + i;
-      std::memset(sums_of(head, row), 0, static_cast<size_t>(sum_units_) * sizeof(float));
       if (row >= rows_) continue;
       const int64_t query_head_of_row = query_head(head, row);
       load_query<Units, Units::kKeysTogether>(
@@ -380,8 +382,10 @@ class FewRows {
     for (int i = 0; i < rows_in_block(block); ++i) {
       const float factor = decay[i * kBlockKeys];
       if (factor == 1.0f) continue;
-      float* const sums = sums_of(head, block * kBlockRows + i);
-      for (int64_t d = 0; d < sum_units_; d += kLanes) store(sums + d, load(sums + d) * factor);
+      float* sums = sums_of(head, block) + i * Units::kStep;
+      for (int64_t step = 0; step < value_steps_; ++step, sums += kBlockRows * Units::kStep) {
+        for (int d = 0; d < Units::kStep; d += kLanes) store(sums + d, load(sums + d) * factor);
+      }
     }
   }
 
@@ -390,18 +394,18 @@ class FewRows {
     constexpr int kFew = ValuePasses<Units, kRows>::kFew, kMany = ValuePasses<Units, kRows>::kMany;
     for (int64_t step = 0; step < value_steps_;) {
       const int64_t left = value_steps_ - step;
-      float* const sums_of_step = sums + step * Units::kStep;
+      float* const sums_of_step = sums + step * kBlockRows * Units::kStep;
       if (left >= kMany) {
         add_values<Units, kRows, kMany>(
-            weights, values_, step, begin, end, sums_of_step, sum_units_, ahead);
+            weights, values_, step, begin, end, sums_of_step, ahead);
         step += kMany;
       } else if (left >= kFew) {
         add_values<Units, kRows, kFew>(
-            weights, values_, step, begin, end, sums_of_step, sum_units_, ahead);
+            weights, values_, step, begin, end, sums_of_step, ahead);
         step += kFew;
       } else {
         add_values<Units, kRows, 1>(
-            weights, values_, step, begin, end, sums_of_step, sum_units_, ahead);
+            weights, values_, step, begin, end, sums_of_step, ahead);
         step += 1;
       }
     }
@@ -409,7 +413,7 @@ class FewRows {
 
   void add(int64_t head, int64_t block, int begin, int end, RowsAhead& ahead) {
     const uint32_t* const weights = weights_of(head, block);
-    float* const sums = sums_of(head, block * kBlockRows);
+    float* const sums = sums_of(head, block);
     with_rows(block, [&](auto rows) {
       constexpr int kRows = decltype(rows)::value;
       ahead.begin_pass(
@@ -435,7 +439,7 @@ class FewRows {
       values_.take(tokens.values, value_offset(head), first, last, true);
       add_to_rows<1>(
           weights_of(head, block) + i * (kBlockKeys / Units::kPair),
-          sums_of(head, block * kBlockRows + i),
+          sums_of(head, block) + i * Units::kStep,
           first / kBlockKeys,
           (last + kBlockKeys - 1) / kBlockKeys,
           none);
@@ -447,7 +451,11 @@ class FewRows {
     const int lane = static_cast<int>(row % kBlockRows) * kBlockKeys;
     float denominator = 0.0f;
     for (int i = 0; i < kBlockKeys; ++i) denominator += rows.denominator[lane + i];
-    order_sums<Units>(sums_of(head, row), attention_.value_pool.dim, row_);
+    order_sums<Units>(
+        sums_of(head, row / kBlockRows) + row % kBlockRows * Units::kStep,
+        kBlockRows * Units::kStep,
+        attention_.value_pool.dim,
+        row_);
     item_.finish_row(
         attention_,
         item_.first_token + row / group_,

@@ -150,7 +150,7 @@ class ManyRows {
       for (int64_t row = 0; row < padded_rows_; row += kTileRows) add_rows(row, tile, all_finite);
     }
     for (int64_t row = 0; row < rows_; ++row) {
-      order_sums<Units>(sums_ + row * sum_units_, attention_.value_pool.dim, row_);
+      order_sums<Units>(sums_ + row * sum_units_, Units::kStep, attention_.value_pool.dim, row_);
       const float denominator = sum_lanes(softmax_[row].denominator);
       item_.finish_row(
           attention_,

@@ -166,16 +166,19 @@ template <class Units, int kRows, int kSteps>
     int begin,
     int end,
     float* sums,
-    int64_t sums_stride,
     RowsAhead& rows_ahead) {
   RowsAhead ahead = rows_ahead;
   constexpr int kVectors = Units::kValueVectors, kPair = Units::kPair;
   constexpr int kBytes = Units::kStep * Units::kBytes;
+  constexpr int kRowFloats = Units::kStep, kStepFloats = kBlockRows * Units::kStep;
   Float sum[kRows][kSteps * kVectors];
 #pragma GCC unroll 4
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kSteps * kVectors; ++v) sum[i][v] = load(sums + i * sums_stride + v * kLanes);
+    for (int v = 0; v < kSteps * kVectors; ++v) {
+      sum[i][v] = load(
+          sums + v / kVectors * kStepFloats + i * kRowFloats + v % kVectors * kLanes);
+    }
   }
   for (int block = begin; block < end; ++block) {
     const uint32_t* const weight = weights + block * (kLanes / kPair);
@@ -202,7 +205,10 @@ template <class Units, int kRows, int kSteps>
 #pragma GCC unroll 4
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kSteps * kVectors; ++v) store(sums + i * sums_stride + v * kLanes, sum[i][v]);
+    for (int v = 0; v < kSteps * kVectors; ++v) {
+      store(
+          sums + v / kVectors * kStepFloats + i * kRowFloats + v % kVectors * kLanes, sum[i][v]);
+    }
   }
   rows_ahead = ahead;
 }
