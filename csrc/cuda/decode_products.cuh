@@ -174,9 +174,9 @@ __device__ inline void add_nonfinite_values(
     Sums<TILE>& sums, const char* values, const uint32_t (&seen)[2]) {
   const int lane = lane_here();
 #pragma unroll 1
-  for (int key = 0; key < TILE::kKeys; ++key) {
-#pragma unroll
-    for (int tile = 0; tile < TILE::kDim / 16; ++tile) {
+  for (int tile = 0; tile < TILE::kDim / 16; ++tile) {
+#pragma unroll 1
+    for (int key = 0; key < TILE::kKeys; ++key) {
 #pragma unroll
       for (int right = 0; right < TILE::kRights; ++right) {
 #pragma unroll
@@ -186,10 +186,11 @@ __device__ inline void add_nonfinite_values(
           const char* const piece = values + swizzled<TILE::kRowBytes>(key, byte / 16 * 16);
           const float value = TILE::Pool::element(piece, byte % 16 / TILE::Pool::kElementBytes);
           const bool is_seen = seen[TILE::row_of_element(i)] >> key & 1;
-          if (is_seen && !isfinite(value)) sums[tile][right][i] += value;
+          if (is_seen && !isfinite(value)) sums[0][right][i] += value;
         }
       }
     }
+    turn(sums);
   }
 }
 

@@ -7,11 +7,31 @@
 
 namespace torch_pagedkv {
 
-// Two adjacent 16-bit elements, whatever their address is a multiple of.
-__device__ inline uint32_t load_pair(const char* source, bool is_aligned) {
-  if (is_aligned) return *reinterpret_cast<const uint32_t*>(source);
+// Two adjacent 16-bit elements, which may lie at any multiple of their size.
+__device__ inline uint32_t load_pair(const char* source) {
   const uint16_t* const elements = reinterpret_cast<const uint16_t*>(source);
   return elements[0] | static_cast<uint32_t>(elements[1]) << 16;
+}
+
+// Brings the second of some numbers, or arrays of them, to the first place, and so on, and the first one to the
+// last. Registers have no index: a loop that turns them needs code for the first place alone, where all of them
+// unrolled are long.
+template <class NUMBER>
+__device__ inline void put(NUMBER& target, const NUMBER& source) {
+  target = source;
+}
+template <class PART, int COUNT>
+__device__ inline void put(PART (&target)[COUNT], const PART (&source)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) put(target[i], source[i]);
+}
+template <class PART, int COUNT>
+__device__ inline void turn(PART (&parts)[COUNT]) {
+  PART first;
+  put(first, parts[0]);
+#pragma unroll
+  for (int i = 1; i < COUNT; ++i) put(parts[i - 1], parts[i]);
+  put(parts[COUNT - 1], first);
 }
 
 template <class TILE>
@@ -43,9 +63,9 @@ struct WarpQuery {
       const char* const source = problem.query + (is_row ? token_place + head_place : 0);
       const int elements = is_row ? problem.key_dim : 0;
       if (__builtin_expect(problem.query_is_aligned, true)) {
-        load_row<true>(column, source, elements, t);
+        load_row(column, source, elements, t);
       } else {
-        load_row<false>(column, source, elements, t);
+        load_unaligned_row(column, source, elements, t);
       }
     }
 #pragma unroll
@@ -57,7 +77,6 @@ struct WarpQuery {
   }
 
  private:
-  template <bool IS_ALIGNED>
   __device__ void load_row(int column, const char* source, int elements, int t) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -65,8 +84,21 @@ struct WarpQuery {
       for (int half = 0; half < 2; ++half) {
         const int element = step * 16 + TILE::Pool::query_element(t, half);
         pairs[step][half * kColumns + column] =
-            element < elements ? load_pair(source + element * 2, IS_ALIGNED) : 0;
+            element < elements ? *reinterpret_cast<const uint32_t*>(source + element * 2) : 0;
       }
+    }
+  }
+
+  // Its elements may lie at any multiple of their size.
+  __device__ void load_unaligned_row(int column, const char* source, int elements, int t) {
+#pragma unroll 1
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int element = step * 16 + TILE::Pool::query_element(t, half);
+        pairs[0][half * kColumns + column] = element < elements ? load_pair(source + element * 2) : 0;
+      }
+      turn(pairs);
     }
   }
 

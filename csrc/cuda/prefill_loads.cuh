@@ -139,7 +139,7 @@ class TileCopier {
                                      place.offset * pool_.offset_stride +
                                      kv_head * pool_.head_stride + piece * 16;
 #pragma unroll
-          for (int i = 0; i < 4; ++i) pairs[i] = load_pair(source + i * 4, false);
+          for (int i = 0; i < 4; ++i) pairs[i] = load_pair(source + i * 4);
         }
       }
       store_piece<SHAPE::kGroupBytes, kPieceBytes>(target, row, piece, pairs);
@@ -223,7 +223,7 @@ __device__ inline void copy_query(
       const char* const source = problem.query + of_call * problem.query_token_stride +
                                  (work.first_head + head) * problem.query_head_stride;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) pairs[i] = load_pair(source + piece * 16 + i * 4, false);
+      for (int i = 0; i < 4; ++i) pairs[i] = load_pair(source + piece * 16 + i * 4);
     }
     store_piece<kPieceBytes, SHAPE::kQueryPanelBytes>(target, row, piece, pairs);
   }
