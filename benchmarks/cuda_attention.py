@@ -34,6 +34,7 @@ class Shape:
     is_hnd: bool = False
     window: int = -1
     has_sinks: bool = False
+    has_prefix_sums: bool = False  # also where all sequences have one query
 
 
 DECODE = [
@@ -58,6 +59,10 @@ DECODE = [
     Shape("64 x 8k, 40 heads", [8192] * 64, num_heads=40),
     Shape("64 x 8k, 128 heads", [8192] * 64, num_heads=128),
     Shape("32 x 4 queries on 8k", [8192] * 32, [4] * 32),
+    Shape("32 x 4 queries on 8k, D 256", [8192] * 32, [4] * 32, head_dim=256),
+    Shape("64 x 8k, prefix sums", [8192] * 64, has_prefix_sums=True),
+    Shape("64 x 8k, e4m3 pool, prefix sums", [8192] * 64, pool=E4M3, has_prefix_sums=True),
+    Shape("32 x 8k, D 256, prefix sums", [8192] * 32, head_dim=256, has_prefix_sums=True),
 ]
 PREFILL = [
     Shape("512 on 4k + 31 decodes on 4k", [4096] * 32, [512] + [1] * 31),
@@ -119,7 +124,8 @@ class Case:
         return 4 * pairs * self.shape.num_heads * self.shape.head_dim
 
     def ours(self) -> torch.Tensor:
-        starts = None if max(self.query_lengths) == 1 else self.cu_seqlens_q
+        needs_starts = self.shape.has_prefix_sums or max(self.query_lengths) > 1
+        starts = self.cu_seqlens_q if needs_starts else None
         window = (self.shape.window - 1, 0) if self.shape.window > 0 else (-1, -1)
         batch = (self.block_table, self.seqused_k, starts)
         pools = (self.key_cache, self.value_cache)
@@ -154,12 +160,13 @@ class Case:
 
 def _calls_of(case: Case, readers: dict) -> dict:
     calls = {"ours": case.ours}
-    if case.shape.window < 0 and not case.shape.has_sinks and not case.shape.is_hnd:
+    shape = case.shape
+    if shape.window < 0 and not (shape.has_sinks or shape.is_hnd or shape.has_prefix_sums):
         for name, reader in readers.items():
             try:
                 calls[name] = reader(case)
             except Exception as error:
-                print(f"{name} does not take {case.shape.name}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
+                print(f"{name} does not take {shape.name}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
     return calls
 
 
