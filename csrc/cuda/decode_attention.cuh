@@ -104,8 +104,8 @@ __device__ inline void write_padding(const DecodeProblem& problem) {
 }
 
 // Lets the launches behind start. Prefill attention counts its items before this launch ends: no CTA of it starts
-// before all of these allow it, so the counter is 0 by then; both use it by relaxed operations of the GPU alone. The last CTA
-// has the least to read.
+// before all of these allow it, so the counter is 0 by then; both use it by relaxed operations of the GPU alone.
+// The last CTA has the least to read.
 __device__ inline void begin_launches_behind(const DecodeProblem& problem) {
   const bool sets_counter = problem.prefill_counter != nullptr && blockIdx.x == gridDim.x - 1;
   if (sets_counter) {

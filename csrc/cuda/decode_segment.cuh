@@ -160,8 +160,7 @@ class SegmentReader {
     uint32_t seen[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      seen[i] = loaded &
-                keys_of(shared_.terms[TILE::row_of_lane(lane, i)].seen, start_);
+      seen[i] = loaded & keys_of(shared_.terms[TILE::row_of_lane(lane, i)].seen, start_);
     }
     add_nonfinite_values<TILE>(state_.sums, values, seen);
     __syncwarp();  // all have read them
