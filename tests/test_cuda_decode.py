@@ -15,6 +15,8 @@ from test_paged_attention import attend, attend_as_reference, refilled, slots_of
 from torch_pagedkv.ops import cuda_attention as at_once
 from torch_pagedkv.ops.kernel_choice import cuda_attention, cuda_attention_takes
 
+# Few tokens of most sequences and many of some: a warp reads both, one after the other.
+BOTH_KINDS = {"kv_lens": [5 + 11 * (i % 7) for i in range(150)], "query_lens": [1, 4, 1, 1, 2] * 30}
 # Calls that CUDA C++ takes or leaves, at the edges of both.
 EDGES = [
     PagedCase(name="bf16", kv_lens=[300, 1, 0, 64, 65], dtype=BF16, head_dim=128),
@@ -27,6 +29,9 @@ EDGES = [
     PagedCase(name="speculative_e5m2", kv_lens=[300, 17], query_lens=[8, 3], dtype=FP16, pool_dtype=E5M2, scales="one"),
     PagedCase(name="speculative_window", kv_lens=[400, 90], query_lens=[8, 8], dtype=BF16,
               options={"window_size": (70, 0)}),
+    PagedCase(name="both_kinds", dtype=BF16, head_dim=128, **BOTH_KINDS),
+    PagedCase(name="both_kinds_wide", dtype=FP16, head_dim=256, options={"window_size": (40, 0)}, **BOTH_KINDS),
+    PagedCase(name="both_kinds_e4m3", dtype=BF16, pool_dtype=E4M3, head_dim=128, **BOTH_KINDS),
     PagedCase(name="mixed", kv_lens=[300, 700, 5], query_lens=[1, 90, 2], dtype=BF16, head_dim=128, padding_rows=3),
     PagedCase(name="block_size_1", kv_lens=[150, 9], dtype=BF16, block_size=1),
     PagedCase(name="block_size_7", kv_lens=[150, 9], dtype=BF16, pool_dtype=E4M3, block_size=7),

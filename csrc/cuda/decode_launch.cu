@@ -33,9 +33,10 @@ const DecodeVariant& variant_of(
   }
 }
 
-// What is known of the rows of items, without their lengths. It changes no bit.
+// Without lengths: from their mean. Where tiles are shared out alike it changes no bit.
 ItemRows rows_of_items(const DecodeProblem& problem) {
   if (problem.rows_of_slot <= 8) return ItemRows::kFew;
+  if (problem.heads_of_tile > 8) return ItemRows::kMany;  // of one token already
   const int64_t rows = static_cast<int64_t>(problem.num_tokens) * problem.heads_of_tile;
   const int64_t items = problem.num_sequences;
   return rows > 8 * items && rows <= kRows * items ? ItemRows::kMany : ItemRows::kMixed;

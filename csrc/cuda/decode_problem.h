@@ -12,11 +12,11 @@ namespace torch_pagedkv {
 
 // Query rows that a warp takes at once: (token, head) pairs of one sequence and one KV head.
 inline constexpr int kRows = 16;
-// Rows of most items, which decides what a kernel is made for. All take up to kRows of any.
+// What is known of the rows of items, which decides what a kernel is made for.
 enum class ItemRows {
-  kFew,    // up to 8 of every item
-  kMany,   // more of most
-  kMixed,  // up to 8 of most, more of some
+  kFew,    // up to 8 of every item: such a kernel takes no more
+  kMany,   // probably more of most
+  kMixed,  // anything
 };
 // Warps that walk the heads of a sequence side by side, at most.
 inline constexpr int kMostOfTeam = 8;

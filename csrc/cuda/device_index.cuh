@@ -49,10 +49,11 @@ struct DeviceIndices {
   TORCH_PAGEDKV_HOST_DEVICE int64_t operator[](int64_t index) const {
 #if defined(__CUDA_ARCH__)
     return load(index).value(is_wide);  // less code than a path for each width
-#endif
+#else
     const char* const address = data + index * stride;
     return is_wide ? *reinterpret_cast<const int64_t*>(address)
                    : *reinterpret_cast<const int32_t*>(address);
+#endif
   }
 
   TORCH_PAGEDKV_HOST_DEVICE int clamped(int64_t index, int least, int most) const {
