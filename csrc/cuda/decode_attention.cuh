@@ -11,7 +11,7 @@
 
 namespace torch_pagedkv {
 
-// Reads all segments of a warp. IS_MIXED: items of up to 8 rows apart from those of more.
+// Reads all segments of a warp. IS_MIXED: items of up to kFewRows apart from those of more.
 template <class TILE, bool IS_MIXED>
 class WarpReader {
  public:
@@ -40,10 +40,10 @@ class WarpReader {
       if (taken > 0) query_length = work.sequence.query_length;
       // The compiler puts the latter first. The other one takes a few percent longer: its instructions lie
       // farther from the kernel's start.
-      if (!IS_MIXED || query_length * problem_.heads_of_tile > 8) {
+      if (!IS_MIXED || query_length * problem_.heads_of_tile > kFewRows) {
         read<TILE>(work);
       } else {
-        read<typename TILE::template WithRows<8>>(work);
+        read<typename TILE::template WithRows<kFewRows>>(work);
       }
     } while (++taken < loader_.works());
   }

@@ -35,11 +35,11 @@ const DecodeVariant& variant_of(
 
 // Without lengths: from their mean. Where tiles are shared out alike it changes no bit.
 ItemRows rows_of_items(const DecodeProblem& problem) {
-  if (problem.rows_of_slot <= 8) return ItemRows::kFew;
-  if (problem.heads_of_tile > 8) return ItemRows::kMany;  // of one token already
+  if (problem.rows_of_slot <= kFewRows) return ItemRows::kFew;
+  if (problem.heads_of_tile > kFewRows) return ItemRows::kMany;  // of one token already
   const int64_t rows = static_cast<int64_t>(problem.num_tokens) * problem.heads_of_tile;
   const int64_t items = problem.num_sequences;
-  return rows > 8 * items && rows <= kRows * items ? ItemRows::kMany : ItemRows::kMixed;
+  return rows > kFewRows * items && rows <= kRows * items ? ItemRows::kMany : ItemRows::kMixed;
 }
 
 // As many warps of a CTA as the device's shared memory holds.

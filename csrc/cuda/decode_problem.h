@@ -12,9 +12,11 @@ namespace torch_pagedkv {
 
 // Query rows that a warp takes at once: (token, head) pairs of one sequence and one KV head.
 inline constexpr int kRows = 16;
+// Up to so many are multiplied in half the products.
+inline constexpr int kFewRows = 8;
 // What is known of the rows of items, which decides what a kernel is made for.
 enum class ItemRows {
-  kFew,    // up to 8 of every item: such a kernel takes no more
+  kFew,    // up to kFewRows of every item: such a kernel takes no more
   kMany,   // probably more of most
   kMixed,  // anything
 };

@@ -62,6 +62,19 @@ __device__ inline void multiply_tile(
 template <class TILE>
 using Scores = float[TILE::kKeys / 16][TILE::kRights][4];
 
+// Calls `take` with each number that this lane has of products, and with its place in them.
+template <class NUMBER, int TILES, int RIGHTS, class TAKE>
+__device__ inline void each_product(NUMBER (&products)[TILES][RIGHTS][4], const TAKE& take) {
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+    for (int right = 0; right < RIGHTS; ++right) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) take(products[tile][right][i], tile, right, i);
+    }
+  }
+}
+
 // `keys`: where this lane points at.
 template <class TILE>
 __device__ inline void multiply_keys(
@@ -70,14 +83,7 @@ __device__ inline void multiply_keys(
   constexpr int kOfLoad = Pool::kTilesOfLoad;
   // Even and odd steps are summed up apart: shorter chains of products.
   Scores<TILE> odd;
-#pragma unroll
-  for (int tile = 0; tile < TILE::kKeys / 16; ++tile) {
-#pragma unroll
-    for (int right = 0; right < TILE::kRights; ++right) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) scores[tile][right][i] = odd[tile][right][i] = 0.0f;
-    }
-  }
+  each_product(odd, [&](float& other, int tile, int right, int i) { scores[tile][right][i] = other = 0.0f; });
 #pragma unroll
   for (int step = 0; step < TILE::kDim / 16; step += kOfLoad) {
 #pragma unroll
@@ -93,14 +99,7 @@ __device__ inline void multiply_keys(
       }
     }
   }
-#pragma unroll
-  for (int tile = 0; tile < TILE::kKeys / 16; ++tile) {
-#pragma unroll
-    for (int right = 0; right < TILE::kRights; ++right) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) scores[tile][right][i] += odd[tile][right][i];
-    }
-  }
+  each_product(odd, [&](float other, int tile, int right, int i) { scores[tile][right][i] += other; });
 }
 
 // Sums of values.

@@ -81,14 +81,7 @@ class SegmentReader {
     const uint32_t before = stage * TILE::kStageBytes;
     Scores<TILE> scores;
     multiply_keys<TILE>(scores, query_, keys_ + before);
-#pragma unroll
-    for (int tile = 0; tile < TILE::kKeys / 16; ++tile) {
-#pragma unroll
-      for (int right = 0; right < TILE::kRights; ++right) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) scores[tile][right][i] *= scales_[TILE::row_of_element(i)];
-      }
-    }
+    each_product(scores, [&](float& score, int, int, int i) { score *= scales_[TILE::row_of_element(i)]; });
     if (__builtin_expect(!is_plain, false)) finish_scores(scores, loaded);
     state_.take(scores, is_plain);
     if (__builtin_expect(is_edge && !has_one_token_, false)) set_nonfinite_apart(stage, loaded);
@@ -174,22 +167,14 @@ class SegmentReader {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const RowTerms terms = shared_.terms[TILE::row_of_lane(lane, row)];
-#pragma unroll
-      for (int tile = 0; tile < TILE::kKeys / 16; ++tile) {
-#pragma unroll
-        for (int right = 0; right < TILE::kRights; ++right) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if (TILE::row_of_element(i) != row) continue;
-            const int key = tile * 16 + TILE::key_of_element(lane, right, i);
-            const int position = start_ + key;
-            const bool is_seen = (loaded >> key & 1) && position >= terms.seen.lower &&
-                                 position < terms.seen.upper;
-            float& score = scores[tile][right][i];
-            score = is_seen ? finish_score(problem_, terms, score, position) : -INFINITY;
-          }
-        }
-      }
+      each_product(scores, [&](float& score, int tile, int right, int i) {
+        if (TILE::row_of_element(i) != row) return;
+        const int key = tile * 16 + TILE::key_of_element(lane, right, i);
+        const int position = start_ + key;
+        const bool is_seen = (loaded >> key & 1) && position >= terms.seen.lower &&
+                             position < terms.seen.upper;
+        score = is_seen ? finish_score(problem_, terms, score, position) : -INFINITY;
+      });
     }
   }
 

@@ -29,14 +29,7 @@ struct WarpState {
   float total[2 * TILE::kRights];
 
   __device__ void clear() {
-#pragma unroll
-    for (int tile = 0; tile < TILE::kDim / 16; ++tile) {
-#pragma unroll
-      for (int right = 0; right < TILE::kRights; ++right) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[tile][right][i] = 0.0f;
-      }
-    }
+    each_product(sums, [](float& sum, int, int, int) { sum = 0.0f; });
     maximum[0] = maximum[1] = -INFINITY;
 #pragma unroll
     for (float& sum : total) sum = 0.0f;
@@ -49,32 +42,15 @@ struct WarpState {
     take_largest(scores, largest);
     const bool is_extreme = !(fabsf(largest[0]) < FLT_MAX) || !(fabsf(largest[1]) < FLT_MAX);
     if (is_plain && __any_sync(0xFFFFFFFF, is_extreme)) {
-#pragma unroll
-      for (int tile = 0; tile < TILE::kKeys / 16; ++tile) {
-#pragma unroll
-        for (int right = 0; right < TILE::kRights; ++right) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            scores[tile][right][i] = without_infinity(scores[tile][right][i]);
-          }
-        }
-      }
+      each_product(scores, [](float& score, int, int, int) { score = without_infinity(score); });
       take_largest(scores, largest);
     }
     rescale(largest);
     const float reference[2] = {reference_of(largest[0]), reference_of(largest[1])};
-#pragma unroll
-    for (int tile = 0; tile < TILE::kKeys / 16; ++tile) {
-#pragma unroll
-      for (int right = 0; right < TILE::kRights; ++right) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& score = scores[tile][right][i];
-          score = weight_of(score, reference[TILE::row_of_element(i)]);
-          total[i % (2 * TILE::kRights)] += score;
-        }
-      }
-    }
+    each_product(scores, [&](float& score, int, int, int i) {
+      score = weight_of(score, reference[TILE::row_of_element(i)]);
+      total[i % (2 * TILE::kRights)] += score;
+    });
   }
 
   // The total of one of this lane's rows, of all keys.
@@ -137,17 +113,10 @@ struct WarpState {
   // The maxima of all rows with these scores.
   __device__ void take_largest(const Scores<TILE>& scores, LaneRows& largest) const {
     largest[0] = maximum[0], largest[1] = maximum[1];
-#pragma unroll
-    for (int tile = 0; tile < TILE::kKeys / 16; ++tile) {
-#pragma unroll
-      for (int right = 0; right < TILE::kRights; ++right) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& most = largest[TILE::row_of_element(i)];
-          most = fmaxf(most, scores[tile][right][i]);
-        }
-      }
-    }
+    each_product(scores, [&](float score, int, int, int i) {
+      float& most = largest[TILE::row_of_element(i)];
+      most = fmaxf(most, score);
+    });
 #pragma unroll
     for (int distance = TILE::kFirstOfSameRows; distance < TILE::kPastSameRows; distance *= 2) {
 #pragma unroll

@@ -54,7 +54,7 @@ template <class POOL, int ROWS, bool IS_MIXED>
 const DecodeVariant& decode_variant_of_dim(int dim) {
   if constexpr (POOL::kIsFp8) {
     if (dim <= 64) return kDecodeVariant<DecodeTile<POOL, 64, ROWS, 32, 3, 8, 2>, IS_MIXED>;
-    if (dim <= 128) return kDecodeVariant<DecodeTile<POOL, 128, ROWS, 16, 3, 8, ROWS == 8 ? 2 : 1>, IS_MIXED>;
+    if (dim <= 128) return kDecodeVariant<DecodeTile<POOL, 128, ROWS, 16, 3, 8, ROWS == kFewRows ? 2 : 1>, IS_MIXED>;
     return kDecodeVariant<DecodeTile<POOL, 256, ROWS, 16, 3, 8, 1>, IS_MIXED>;
   } else {
     if (dim <= 64) return kDecodeVariant<DecodeTile<POOL, 64, ROWS, 16, 3, 8, 2>, IS_MIXED>;
@@ -66,9 +66,9 @@ const DecodeVariant& decode_variant_of_dim(int dim) {
 template <class POOL>
 const DecodeVariant& decode_variant_of(int dim, ItemRows rows) {
   switch (rows) {
-    case ItemRows::kFew: return decode_variant_of_dim<POOL, 8, false>(dim);
-    case ItemRows::kMany: return decode_variant_of_dim<POOL, 16, false>(dim);
-    default: return decode_variant_of_dim<POOL, 16, true>(dim);
+    case ItemRows::kFew: return decode_variant_of_dim<POOL, kFewRows, false>(dim);
+    case ItemRows::kMany: return decode_variant_of_dim<POOL, kRows, false>(dim);
+    default: return decode_variant_of_dim<POOL, kRows, true>(dim);
   }
 }
 
