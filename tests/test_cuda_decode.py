@@ -11,7 +11,7 @@ import torch_pagedkv
 from cases import BF16, E4M3, E5M2, FP16, PagedCase
 from devices import needs_cuda
 from pools import assert_all_same_bits, assert_same_bits
-from test_paged_attention import attend, attend_as_reference, refilled, slots_of
+from test_paged_attention import attend, attend_as_reference, attend_to_sequences, refilled, slots_of
 from torch_pagedkv.ops import cuda_attention as at_once
 from torch_pagedkv.ops.kernel_choice import cuda_attention, cuda_attention_takes
 
@@ -152,9 +152,6 @@ def test_tokens_of_batch_mates_change_no_bit_of_a_sequence(head_dim, pool_dtype,
                      options={**options, "num_splits": 1})  # fmt: skip
     batch = case.build(device)
     out, lse = attend_as_reference(batch)
-    query, tables, lengths, starts = batch.query, batch.block_table, batch.seqused_k, batch.cu_seqlens_q
     for first, stop in ((0, 1), (0, 2), (1, 2), (1, 5), (2, 5)):
-        rows = slice(int(starts[first]), int(starts[stop]))
-        batch.query, batch.block_table, batch.seqused_k = query[rows], tables[first:stop], lengths[first:stop]
-        batch.cu_seqlens_q = starts[first : stop + 1] - starts[first]
-        assert_all_same_bits(attend(batch), (out[rows], lse[:, rows].contiguous()))
+        alone, rows = attend_to_sequences(batch, first, stop)
+        assert_all_same_bits(alone, (out[rows], lse[:, rows].contiguous()))

@@ -8,7 +8,7 @@ import torch
 from cases import BF16, FP16, PagedCase
 from devices import needs_cuda
 from pools import LAYOUTS, assert_all_same_bits
-from test_paged_attention import attend, attend_as_reference, refilled
+from test_paged_attention import attend, attend_as_reference, attend_to_sequences, refilled
 
 # More tokens than if no sequence were long, so that multiprocessors may be left to the long ones.
 LENGTHS = {"kv_lens": [900, 700, 33, 650, 1], "query_lens": [1, 300, 1, 40, 1]}
@@ -76,13 +76,9 @@ def test_rows_of_a_mixed_batch_do_not_depend_on_it_without_splits():
     case = PagedCase(name="mates", options={"num_splits": 1}, **LENGTHS, **WIDE)
     batch = case.build("cuda")
     out, lse = attend(batch)
-    query, tables, lengths, starts = batch.query, batch.block_table, batch.seqused_k, batch.cu_seqlens_q.tolist()
     for index in range(len(case.kv_lens)):
-        rows = slice(starts[index], starts[index + 1])
-        batch.query, batch.block_table = query[rows], tables[index : index + 1]
-        batch.seqused_k = lengths[index : index + 1]
-        batch.cu_seqlens_q = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32, device="cuda")
-        assert_all_same_bits(attend(batch), (out[rows], lse[:, rows].contiguous()))
+        alone, rows = attend_to_sequences(batch, index, index + 1)
+        assert_all_same_bits(alone, (out[rows], lse[:, rows].contiguous()))
 
 
 @needs_cuda

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -17,6 +18,16 @@ from torch_pagedkv import reference
 def attend(batch, **changes):
     args, options = batch.attention
     return torch_pagedkv.paged_attention(*args, **{**options, **changes}, return_lse=True)
+
+
+def attend_to_sequences(batch, first, stop):
+    """Return (out, lse) of a call with the sequences [first, stop) alone, and which rows of the batch they have."""
+    starts = batch.cu_seqlens_q
+    rows = slice(int(starts[first]), int(starts[stop]))
+    part = copy.copy(batch)
+    part.query, part.cu_seqlens_q = batch.query[rows], starts[first : stop + 1] - starts[first]
+    part.block_table, part.seqused_k = batch.block_table[first:stop], batch.seqused_k[first:stop]
+    return attend(part), rows
 
 
 @contextlib.contextmanager
@@ -333,5 +344,5 @@ def test_inputs_are_not_altered(device):
     tensors = [*args, *options.values(), *batch.buffers]
     copies = [t.clone() for t in tensors]
     attend(batch)
-    for tensor, copy in zip(tensors, copies):
-        assert_same_bits(tensor, copy)
+    for tensor, before in zip(tensors, copies):
+        assert_same_bits(tensor, before)

@@ -383,7 +383,7 @@ class FewRows {
       const float factor = decay[i * kBlockKeys];
       if (factor == 1.0f) continue;
       float* sums = sums_of(head, block) + i * Units::kStep;
-      for (int64_t step = 0; step < value_steps_; ++step, sums += kBlockRows * Units::kStep) {
+      for (int64_t step = 0; step < value_steps_; ++step, sums += kSumsOfStep<Units>) {
         for (int d = 0; d < Units::kStep; d += kLanes) store(sums + d, load(sums + d) * factor);
       }
     }
@@ -394,7 +394,7 @@ class FewRows {
     constexpr int kFew = ValuePasses<Units, kRows>::kFew, kMany = ValuePasses<Units, kRows>::kMany;
     for (int64_t step = 0; step < value_steps_;) {
       const int64_t left = value_steps_ - step;
-      float* const sums_of_step = sums + step * kBlockRows * Units::kStep;
+      float* const sums_of_step = sums + step * kSumsOfStep<Units>;
       if (left >= kMany) {
         add_values<Units, kRows, kMany>(
             weights, values_, step, begin, end, sums_of_step, ahead);
@@ -453,7 +453,7 @@ class FewRows {
     for (int i = 0; i < kBlockKeys; ++i) denominator += rows.denominator[lane + i];
     order_sums<Units>(
         sums_of(head, row / kBlockRows) + row % kBlockRows * Units::kStep,
-        kBlockRows * Units::kStep,
+        kSumsOfStep<Units>,
         attention_.value_pool.dim,
         row_);
     item_.finish_row(

@@ -153,6 +153,10 @@ struct ValuePasses {
   }
 };
 
+// Sums of a block of rows lie by steps: of each, those of all rows.
+template <class Units>
+inline constexpr int kSumsOfStep = kBlockRows * Units::kStep;
+
 // How often add_values may fetch in a pass over a block of values. Of fp8, whose rows are short, once.
 template <class Units>
 inline constexpr int kMomentsOfBlock = Units::kBytes == 1 ? 1 : kBlockKeys / Units::kPair;
@@ -170,15 +174,14 @@ template <class Units, int kRows, int kSteps>
   RowsAhead ahead = rows_ahead;
   constexpr int kVectors = Units::kValueVectors, kPair = Units::kPair;
   constexpr int kBytes = Units::kStep * Units::kBytes;
-  constexpr int kRowFloats = Units::kStep, kStepFloats = kBlockRows * Units::kStep;
+  const auto place = [sums](int row, int vector) {
+    return sums + vector / kVectors * kSumsOfStep<Units> + row * Units::kStep + vector % kVectors * kLanes;
+  };
   Float sum[kRows][kSteps * kVectors];
 #pragma GCC unroll 4
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kSteps * kVectors; ++v) {
-      sum[i][v] = load(
-          sums + v / kVectors * kStepFloats + i * kRowFloats + v % kVectors * kLanes);
-    }
+    for (int v = 0; v < kSteps * kVectors; ++v) sum[i][v] = load(place(i, v));
   }
   for (int block = begin; block < end; ++block) {
     const uint32_t* const weight = weights + block * (kLanes / kPair);
@@ -205,10 +208,7 @@ template <class Units, int kRows, int kSteps>
 #pragma GCC unroll 4
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kSteps * kVectors; ++v) {
-      store(
-          sums + v / kVectors * kStepFloats + i * kRowFloats + v % kVectors * kLanes, sum[i][v]);
-    }
+    for (int v = 0; v < kSteps * kVectors; ++v) store(place(i, v), sum[i][v]);
   }
   rows_ahead = ahead;
 }
