@@ -28,7 +28,7 @@ CASES = [
     PagedCase(name="window", options={"window_size": (150, 0)}, **LENGTHS, **WIDE),
     PagedCase(name="not_causal", options={"causal": False}, **LENGTHS, **WIDE),
     PagedCase(name="all_options", alibi=True, sinks=[1.0, 0.0], options={"softcap": 5.0}, **LENGTHS, **WIDE),
-    # Their tiles are summed up once, for all CTAs that join parts.
+    # The launch that joins parts is told where teams start.
     PagedCase(name="many_sequences", kv_lens=[700] + [3 + 11 * (i % 7) for i in range(600)],
               query_lens=[700] + [1 + i % 2 for i in range(600)], dtype=BF16, head_dim=128),
     PagedCase(name="rows_without_keys", kv_lens=[0, 20, 300], query_lens=[40, 90, 1], padding_rows=40,

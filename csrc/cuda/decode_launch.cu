@@ -17,10 +17,6 @@ constexpr const char* kOp = "paged_attention";
 constexpr int64_t kMostSplits = 128;
 // A part of fewer positions costs more to merge than it saves.
 constexpr int kLeastPositionsOfPart = 64;
-// Sequences whose tiles all CTAs that join parts sum up, while they wait; those of more are summed up once.
-constexpr int kMostSummedByAll = 512;
-// CTAs that join parts, above which each does more of them.
-constexpr int64_t kMostMergingCtas = 512;
 
 const DecodeVariant& variant_of(
     const Tensor& key_cache, const Tensor& value_cache, ItemRows rows) {
@@ -52,6 +48,15 @@ int64_t tiles_of_longest(const DecodeProblem& problem, const DecodeVariant& vari
   return std::max(1, (problem.max_positions + variant.tile - 1) / variant.tile);
 }
 
+// How many teams of those that run at once take tiles. Where sequences are about as long as each other, whole
+// numbers of teams take a group of items then, or of groups a team; it makes no difference where they are not.
+int64_t teams_of_alike(int64_t resident, int64_t groups) {
+  if (groups == 0) return resident;
+  const int64_t groups_of_team = (groups + resident - 1) / resident;
+  const int64_t teams = groups <= resident ? resident / groups * groups : (groups + groups_of_team - 1) / groups_of_team;
+  return teams * (kSharesOfSlack + 1) >= resident * kSharesOfSlack ? teams : resident;
+}
+
 // Teams of warps that share out the tiles, and the slots of their partial results.
 void share_out(
     DecodeProblem& problem, const DecodeVariant& variant, int warps, int32_t device) {
@@ -64,7 +69,7 @@ void share_out(
       std::max<int64_t>(1, warps * variant.ctas * multiprocessors / problem.team);
   const int64_t most_pairs = kMostSplits * rows / problem.rows_of_slot / problem.team;
   const int64_t most_shares = (groups * most_tiles + problem.least_tiles - 1) / problem.least_tiles;
-  int64_t teams = std::min(resident, most_shares);
+  int64_t teams = std::min(teams_of_alike(resident, groups), most_shares);
   problem.slots_by_group = groups < teams && groups <= most_pairs;
   teams = std::min(teams, problem.slots_by_group ? most_pairs - groups + 1 : most_pairs / 2);
   teams = std::max<int64_t>(teams, 1);
@@ -74,18 +79,30 @@ void share_out(
   problem.partial_rows = is_cut ? pairs * problem.team * problem.rows_of_slot : 0;
 }
 
-// Groups of lanes that share the parts of the same columns. Where an item is cut by its own length alone,
-// they depend on nothing else either: their number changes the order of a sum.
-int joining_groups(const DecodeProblem& problem, int64_t items, int64_t num_splits) {
-  const int64_t pieces = problem.joined_pieces();
-  const auto is_enough = [&](int64_t groups) {
-    if (num_splits > 0) return groups * kLanesOfJoin >= num_splits;
-    return 2 * groups * pieces > kGroupsOfMerge &&
-           2 * groups * pieces * items > kMostMergingCtas * kGroupsOfMerge;
-  };
-  int groups = 1;
-  while (groups < kGroupsOfMerge && !is_enough(groups)) groups *= 2;
-  return groups;
+// How many groups of lanes share the parts of the same columns: each takes a part for each of its lanes at once.
+// Where an item is cut by its own length alone, they depend on nothing else either: their number changes the
+// order of a sum.
+void share_parts(DecodeProblem& problem, int64_t num_splits) {
+  const int64_t groups = static_cast<int64_t>(problem.num_sequences) * problem.groups;
+  const int64_t parts = num_splits > 0 ? num_splits : problem.teams / std::max<int64_t>(1, groups);
+  problem.joining_shift = 0;
+  while (1 << problem.joining_shift < kGroupsOfMerge && kLanesOfJoin << problem.joining_shift < parts) {
+    ++problem.joining_shift;
+  }
+  problem.by_pieces_of_item = SmallDivisor(problem.pieces_of_item());
+  problem.by_pieces_of_row = SmallDivisor(problem.pieces_of_row());
+}
+
+// CTAs that join parts: of each cut, or of each group of items, and as many as run at once of both.
+dim3 merging_grid(const DecodeProblem& problem, int32_t device) {
+  const int64_t groups = static_cast<int64_t>(problem.num_sequences) * problem.groups;
+  const int64_t cut = problem.team_starts ? problem.teams - 1 : groups;
+  const int64_t joining = static_cast<int64_t>(problem.team) * problem.pieces_of_item() << problem.joining_shift;
+  const int64_t most = (joining + kGroupsOfMerge - 1) / kGroupsOfMerge;
+  const int64_t at_once = device_attribute(kOp, cudaDevAttrMultiProcessorCount, device) * kMergingCtasAtOnce;
+  const int64_t rounds = (cut * most + at_once - 1) / at_once;
+  const int64_t of_each = std::max<int64_t>(1, (most + rounds - 1) / std::max<int64_t>(1, rounds));
+  return dim3(static_cast<unsigned>(cut), static_cast<unsigned>(of_each));
 }
 
 // Whether 32 bits hold the strides of blocks and of their rows.
@@ -157,18 +174,21 @@ void attend_short_and_long(
   std::optional<torch::stable::Tensor> scratch;
   const bool is_cut = problem.partial_rows > 0;
   if (is_cut || problem.lse == nullptr) {
-    const bool is_summed_once =
-        is_cut && num_splits == 0 && problem.num_sequences > kMostSummedByAll;
-    const int64_t counts = is_summed_once ? 2 * (problem.num_sequences + int64_t{1}) : 0;
+    // The fewer are looked at: groups of items, or cuts between teams.
+    const int64_t groups = static_cast<int64_t>(problem.num_sequences) * problem.groups;
+    const bool tells_starts = is_cut && num_splits == 0 &&
+                              (problem.teams <= groups || problem.num_sequences > kMergeThreads);
+    constexpr int64_t kFloatsOfStart = sizeof(TeamStart) / sizeof(float);
+    const int64_t starts = tells_starts ? problem.teams * kFloatsOfStart : 0;
     const int64_t size = problem.partial_rows * (problem.value_dim + 2);
     // The kernels write an LSE in any case; one that nobody asked for goes here.
     const int64_t lses = problem.lse ? 0 : static_cast<int64_t>(problem.num_tokens) * problem.num_heads;
-    scratch.emplace(new_tensor(aoti_torch_dtype_float32(), device, {counts + size + lses}));
+    scratch.emplace(new_tensor(aoti_torch_dtype_float32(), device, {starts + size + lses}));
     float* const memory = static_cast<float*>(scratch->data_ptr());
-    if (counts > 0) problem.tiles_before = reinterpret_cast<int64_t*>(memory + size);
-    if (lses > 0) problem.lse = memory + size + counts;
-    problem.partials = memory;
-    problem.joining_groups = joining_groups(problem, items, num_splits);
+    if (starts > 0) problem.team_starts = reinterpret_cast<TeamStart*>(memory);
+    problem.partials = memory + starts;
+    if (lses > 0) problem.lse = problem.partials + size;
+    share_parts(problem, num_splits);
   }
   const cudaStream_t stream = current_stream(device);
   check_cuda(kOp, variant.request_memory(device, most_of_cta));
@@ -178,7 +198,7 @@ void attend_short_and_long(
   if (is_beside) attend_prefill(problem, key_cache, value_cache);
   if (problem.partial_rows > 0 && items > 0) {
     const bool can_overlap = device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 9;
-    check_cuda(kOp, variant.merge(problem, items, can_overlap, stream));
+    check_cuda(kOp, variant.merge(problem, merging_grid(problem, device), can_overlap, stream));
   }
   if (problem.prefill_counter != nullptr && !is_beside) {
     attend_prefill(problem, key_cache, value_cache);

@@ -1,6 +1,6 @@
 // Joins the parts of the items that were cut, in a launch of its own.
 //
-// Groups of 8 lanes join 32 columns of a row, each some of its parts; then one group joins those of the
+// Groups of 8 lanes join 64 columns of a row, each some of its parts; then one group joins those of the
 // others. Always in the same order.
 
 #pragma once
@@ -10,88 +10,116 @@
 
 namespace torch_pagedkv {
 
-// Where a sequence's tiles lie in the order of all: tiles of one item before it, and the share of a team.
-struct TileOrder {
-  int64_t before, share;
+// A group of items in the order of all places.
+struct GroupPlace {
+  int index, group;  // its sequence, and its number there
+  int64_t first, share;  // its first place, and the places of a team
+  int tiles;             // of one of its items
 
-  // Called by the whole CTA.
+  __device__ GroupPlace(
+      const DecodeProblem& problem, int index, int group, int64_t before, int tiles, const Shares& shares)
+      : index(index),
+        group(group),
+        first(before + static_cast<int64_t>(group) * shares.places_of(tiles)),
+        share(shares.of_team),
+        tiles(tiles) {}
+};
+
+// The parts of a group of items, where they lie.
+struct GroupParts {
+  int count;  // of each item: one or none where there is nothing to join
+  // Partial rows (there are fewer than 2**31): of the first part of the first item, of the second, and from there
+  // on; and from item to item.
+  int first, second, step, step_of_item;
+
+  __device__ static GroupParts by_own_length(const DecodeProblem& problem, int index, int group, int tiles) {
+    const int rows = problem.rows_of_slot;
+    const int row = static_cast<int>(slot_of_part(problem, index, group * problem.team, 0) * rows);
+    return {parts_of_item(problem, tiles), row, row + rows, rows, problem.parts * rows};
+  }
+
+  // `first_team`: which the first place is of.
+  __device__ static GroupParts by_shares(
+      const DecodeProblem& problem, const GroupPlace& place, int64_t first_team) {
+    const int rows = problem.rows_of_slot;
+    const int count = static_cast<int>(quotient(place.first + place.tiles - 1, place.share) - first_team) + 1;
+    const int64_t slot = slot_of(problem, first_team, place.index, place.group, 0, true);
+    const int64_t next = slot_of(problem, first_team + 1, place.index, place.group, 0, false);
+    return {
+        count, static_cast<int>(slot * rows), static_cast<int>(next * rows),
+        (problem.slots_by_group ? 1 : 2) * problem.team * rows, rows};
+  }
+
+  // The same, by all lengths, of up to one sequence for each thread. Called by the whole CTA.
   template <int TILE, bool LEAVES>
-  __device__ static TileOrder of(const DecodeProblem& problem, int index) {
+  __device__ static GroupParts by_lengths(
+      const DecodeProblem& problem, int index, int group, const Sequence& sequence) {
     struct Sums {
-      int64_t before, total;
+      int64_t before;  // tiles of one item of the sequences before
+      TileCounts all;
       PrefillLoad load;
     };
     __shared__ Sums of_warps[kMergeThreads / 32];
-    Sums sums{};
-#pragma unroll 1
-    for (int other = threadIdx.x; other < problem.num_sequences; other += kMergeThreads) {
-      const Sequence sequence = sequence_of<TILE>(problem, other);
-      sums.total += sequence.tiles;
-      if (other < index) sums.before += sequence.tiles;
-      sums.load.add(prefill_load_of<LEAVES>(problem, other, sequence));
-    }
+    __shared__ GroupParts found;
+    const int thread = threadIdx.x, sequences = problem.num_sequences;
+    Sums sums{0, {0, 0}, {0, 0}};
+    if (thread / 32 * 32 < sequences) {
+      if (thread < sequences) {
+        const Sequence another = sequence_of<TILE>(problem, thread);
+        sums.all = TileCounts::of(another.tiles);
+        if (thread < index) sums.before = another.tiles;
+        sums.load = prefill_load_of<LEAVES>(problem, thread, another);
+      }
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      sums.before += __shfl_xor_sync(0xFFFFFFFF, sums.before, distance);
-      sums.total += __shfl_xor_sync(0xFFFFFFFF, sums.total, distance);
+      for (int distance = 16; distance > 0; distance /= 2) {
+        sums.before += __shfl_xor_sync(0xFFFFFFFF, sums.before, distance);
+        sums.all.total += __shfl_xor_sync(0xFFFFFFFF, sums.all.total, distance);
+      }
+      sums.all.most = __reduce_max_sync(0xFFFFFFFF, sums.all.most);
+      if constexpr (LEAVES) sums.load = sums.load.of_warp();
     }
-    if constexpr (LEAVES) sums.load = sums.load.of_warp();
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sums;
+    if (thread % 32 == 0) of_warps[thread / 32] = sums;
     __syncthreads();
-    sums = {};
+    if (thread < 32) {  // the other warps leave it the units for whole numbers
 #pragma unroll
-    for (const Sums& of_warp : of_warps) {
-      sums.before += of_warp.before, sums.total += of_warp.total;
-      if constexpr (LEAVES) sums.load.add(of_warp.load);
+      for (int other = 1; other < kMergeThreads / 32; ++other) {
+        sums.before += of_warps[other].before, sums.all.add(of_warps[other].all);
+        if constexpr (LEAVES) sums.load.add(of_warps[other].load);
+      }
+      const Shares shares = shares_of(problem, sums.all, sums.load);
+      const int64_t before = shares.span > 0 ? static_cast<int64_t>(index) * shares.span : sums.before;
+      const GroupPlace place(problem, index, group, before * problem.groups, sequence.tiles, shares);
+      const GroupParts parts = by_shares(problem, place, quotient(place.first, place.share));
+      if (thread == 0) found = parts;
     }
-    return {sums.before, share_of_team(problem, sums.total, sums.load)};
-  }
-};
-
-// The parts of an item, where they lie.
-struct ItemParts {
-  int count;
-  // Partial rows (there are fewer than 2**31): of the first part, of the second, and from there on.
-  int first, second, step;
-
-  // The order is that of the sequence where all is shared out.
-  __device__ static ItemParts of(
-      const DecodeProblem& problem, int index, int item, int tiles, const TileOrder& order) {
-    const int rows = problem.rows_of_slot;
-    if (tiles == 0) return {1, 0, 0, 0};
-    if (problem.parts > 0) {
-      const int row = static_cast<int>(slot_of_part(problem, index, item, 0) * rows);
-      return {parts_of_item(problem, tiles), row, row + rows, rows};
-    }
-    const int group = item / problem.team, member = item - group * problem.team;
-    const int64_t tile = order.before * problem.groups + static_cast<int64_t>(group) * tiles;
-    const int64_t team = quotient(tile, order.share);
-    const int count = static_cast<int>(quotient(tile + tiles - 1, order.share) - team) + 1;
-    const int64_t slot = slot_of(problem, team, index, group, member, true);
-    const int64_t next = slot_of(problem, team + 1, index, group, member, false);
-    return {
-        count, static_cast<int>(slot * rows), static_cast<int>(next * rows),
-        (problem.slots_by_group ? 1 : 2) * problem.team * rows};
+    __syncthreads();
+    return found;
   }
 
   __device__ int row_of(int part) const { return part == 0 ? first : second + (part - 1) * step; }
 };
 
-// Four columns of a row, and what they are relative to.
+// A lane's columns of a row, four and four kDistance farther on, and what they are relative to.
 struct RowColumns {
-  float maximum, total;
-  float4 sums;
+  static constexpr int kDistance = 4 * kLanesOfJoin;
 
-  __device__ void add(float weight, const float4& values) {
-    sums.x += weight * values.x, sums.y += weight * values.y;
-    sums.z += weight * values.z, sums.w += weight * values.w;
+  float maximum, total;
+  float4 sums[2];
+
+  __device__ void add(float weight, const float4 (&values)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sums[half].x += weight * values[half].x, sums[half].y += weight * values[half].y;
+      sums[half].z += weight * values[half].z, sums[half].w += weight * values[half].w;
+    }
   }
 
   // Makes all relative to a maximum that is no smaller.
   __device__ void raise(float largest) {
     const float decay = weight_of(maximum, reference_of(largest));
     maximum = largest, total *= decay;
-    sums.x *= decay, sums.y *= decay, sums.z *= decay, sums.w *= decay;
+#pragma unroll
+    for (float4& four : sums) four.x *= decay, four.y *= decay, four.z *= decay, four.w *= decay;
   }
 
   __device__ void join(const RowColumns& other) {
@@ -104,30 +132,39 @@ struct RowColumns {
   // Those of another lane.
   __device__ RowColumns across(int distance) const {
     const auto shuffle = [distance](float x) { return __shfl_xor_sync(0xFFFFFFFF, x, distance); };
-    return {
-        shuffle(maximum), shuffle(total),
-        {shuffle(sums.x), shuffle(sums.y), shuffle(sums.z), shuffle(sums.w)}};
+    RowColumns other;
+    other.maximum = shuffle(maximum), other.total = shuffle(total);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float4& four = sums[half];
+      other.sums[half] = {shuffle(four.x), shuffle(four.y), shuffle(four.z), shuffle(four.w)};
+    }
+    return other;
   }
 };
 
-// Joins the parts from `first` on, every `step`-th one, of a column and the three after it. Called by
-// whole groups, eight parts at a time: a lane weighs one, and adds up its columns of all.
+// Joins the parts from `first` on, every `step`-th one, of columns from `column` on. `row`: of the first item.
+// Called by whole groups of lanes, eight parts at a time: a lane weighs one, and adds up its columns of all.
 __device__ inline RowColumns join_parts(
-    const DecodeProblem& problem, const ItemParts& parts, int row, int column, int first, int step) {
+    const DecodeProblem& problem, const GroupParts& parts, int row, int column, int first, int step) {
   const int lane = threadIdx.x % kLanesOfJoin;
   const uint32_t group = 0xFFu << (threadIdx.x % 32 - lane);
   const int64_t stride = static_cast<int64_t>(parts.step) * step * problem.value_dim;
-  const int width = column < problem.value_dim ? parts.count : 0;
   const float* values = PartialRow(problem, parts.row_of(first) + row).values + column;
   const float* later = PartialRow(problem, parts.row_of(first + step) + row).values + column;
+  // Of the columns.
+  const int width = column < problem.value_dim ? parts.count : 0;
+  const int width_of_others = column + RowColumns::kDistance < problem.value_dim ? parts.count : 0;
   RowColumns joined{-INFINITY, 0.0f, {}};
 #pragma unroll 1
   for (; first < parts.count; first += kLanesOfJoin * step) {
-    float4 loaded[kLanesOfJoin];
+    float4 loaded[kLanesOfJoin][2];
 #pragma unroll
     for (int i = 0; i < kLanesOfJoin; ++i) {
-      const bool is_read = first + i * step < width;
-      loaded[i] = is_read ? *reinterpret_cast<const float4*>(values) : float4{};
+      const int part = first + i * step;
+      loaded[i][0] = part < width ? *reinterpret_cast<const float4*>(values) : float4{};
+      loaded[i][1] = part < width_of_others
+                         ? *reinterpret_cast<const float4*>(values + RowColumns::kDistance) : float4{};
       values = later;
       later += stride;
     }
@@ -146,6 +183,8 @@ __device__ inline RowColumns join_parts(
     total *= weight;
 #pragma unroll
     for (int i = 0; i < kLanesOfJoin; ++i) {
+      // Most items have few parts.
+      if (i % 2 == 0 && i > 0 && first + i * step >= parts.count) break;
       joined.total += __shfl_sync(group, total, i, kLanesOfJoin);
       joined.add(__shfl_sync(group, weight, i, kLanesOfJoin), loaded[i]);
     }
@@ -153,58 +192,97 @@ __device__ inline RowColumns join_parts(
   return joined;
 }
 
-// The CTAs (blockIdx.y) of an item (blockIdx.x) have `joining_groups` groups for each 32 columns of each of
-// its rows. The sink is joined in once.
+// A group of items whose parts are joined: the one that the cut before team `cut` + 1 lies in. The launch before
+// tells where teams start, so it has to end first. Of the cuts in one group the first one counts.
+struct CutGroup {
+  int index, group;
+  GroupParts parts;
+
+  __device__ static CutGroup at(const DecodeProblem& problem, int64_t cut) {
+    const TeamStart start = problem.team_starts[cut + 1];
+    if (start.tiles == 0) return CutGroup{};
+    const Shares shares{start.share, start.span};
+    const int64_t after = (cut + 1) * start.share - start.before;
+    const int group = problem.groups == 1 ? 0 : static_cast<int>(quotient(after, shares.places_of(start.tiles)));
+    const GroupPlace place(problem, start.sequence, group, start.before, start.tiles, shares);
+    if (quotient(place.first, place.share) != cut) return CutGroup{};
+    return {start.sequence, group, GroupParts::by_shares(problem, place, cut)};
+  }
+
+  template <int TILE, bool LEAVES>
+  __device__ static CutGroup of(const DecodeProblem& problem, int index, int group, const Sequence& sequence) {
+    return {
+        index, group,
+        problem.parts > 0 ? GroupParts::by_own_length(problem, index, group, sequence.tiles)
+                          : GroupParts::by_lengths<TILE, LEAVES>(problem, index, group, sequence)};
+  }
+};
+
+// The CTAs (blockIdx.y) of a group of items (blockIdx.x) have some groups of lanes for each piece of each of its
+// rows, one behind the other where there are fewer. The sink is joined in once.
 template <int TILE, bool LEAVES>
-__global__ void __launch_bounds__(kMergeThreads, 6)
+__global__ void __launch_bounds__(kMergeThreads, kMergingCtasAtOnce)
     merge_parts(const __grid_constant__ DecodeProblem problem) {
   __shared__ RowColumns of_warps[kMergeThreads / 32][kLanesOfJoin];
   allow_dependents();
-  const int items = problem.items_of_sequence(), groups = problem.joining_groups;
-  const int index = static_cast<int>(blockIdx.x) / items;
-  const int item = static_cast<int>(blockIdx.x) - index * items;
-  const int number = (blockIdx.y * kMergeThreads + threadIdx.x) / kLanesOfJoin;
-  const int piece = number / groups, group = number - piece * groups;
-  const int pieces = (problem.value_dim + kColumnsOfJoin - 1) / kColumnsOfJoin;  // of a row
-  const int row = piece / pieces, piece_of_row = piece - row * pieces;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int column = piece_of_row * kColumnsOfJoin + lane % kLanesOfJoin * 4;
-  const Sequence sequence = sequence_of<TILE>(problem, index);
-  const ItemHeads heads(problem, item, item / problem.head_tiles);
-  const RowPlace place(problem, sequence, heads.first, heads.count, row);
-  const bool is_row = place.exists && row < problem.rows_of_slot;
-  TileOrder order{0, 0};
-  if (problem.tiles_before != nullptr) {
+  const int number = static_cast<int>(blockIdx.x);
+  CutGroup cut;
+  Sequence sequence;
+  if (problem.team_starts != nullptr) {
     await_dependency();
-    order = {problem.tiles_before[index], problem.tiles_before[problem.num_sequences]};
-  } else if (problem.parts == 0) {
-    order = TileOrder::of<TILE, LEAVES>(problem, index);
+    cut = CutGroup::at(problem, number);
+    if (cut.parts.count <= 1) return;
+    sequence = sequence_of<TILE>(problem, cut.index);
+  } else {
+    const int index = number / problem.groups;
+    sequence = sequence_of<TILE>(problem, index);
+    cut = CutGroup::of<TILE, LEAVES>(problem, index, number - index * problem.groups, sequence);
   }
-  const ItemParts parts = ItemParts::of(problem, index, item, sequence.tiles, order);
-  await_dependency();  // at once where it was awaited before
-  if (parts.count == 1) return;
-  RowColumns joined =
-      join_parts(problem, parts, row, column, is_row ? group : parts.count, groups);
+  const int groups = 1 << problem.joining_shift, pieces_of_item = problem.pieces_of_item();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int stop = problem.team * pieces_of_item << problem.joining_shift;
 #pragma unroll 1
-  for (int other = 1; other < min(groups, kGroupsOfWarp); other *= 2) {
-    joined.join(joined.across(other * kLanesOfJoin));
-  }
-  if (groups > kGroupsOfWarp) {
-    if (lane < kLanesOfJoin) of_warps[warp][lane] = joined;
-    __syncthreads();
-    if (group != 0) return;
+  for (int first = blockIdx.y * kGroupsOfMerge; first < stop; first += gridDim.y * kGroupsOfMerge) {
+    const int own = first + static_cast<int>(threadIdx.x) / kLanesOfJoin;
+    const int piece = own >> problem.joining_shift, group = own - (piece << problem.joining_shift);
+    const int member = problem.by_pieces_of_item.quotient(piece);
+    const int piece_of_item = piece - member * pieces_of_item;
+    const int row = problem.by_pieces_of_row.quotient(piece_of_item);
+    const int column =
+        (piece_of_item - row * problem.pieces_of_row()) * kColumnsOfJoin + lane % kLanesOfJoin * 4;
+    const int item = cut.group * problem.team + member;
+    const ItemHeads heads(problem, item, problem.head_tiles == 1 ? item : item / problem.head_tiles);
+    const RowPlace place(problem, sequence, heads.first, heads.count, row);
+    const bool is_row = place.exists && own < stop;
+    await_dependency();  // at once where it was awaited before
+    if (cut.parts.count <= 1) return;
+    RowColumns joined = join_parts(
+        problem, cut.parts, member * cut.parts.step_of_item + row, column, is_row ? group : cut.parts.count,
+        groups);
 #pragma unroll 1
-    for (int other = 1; other < groups / kGroupsOfWarp; ++other) {
-      joined.join(of_warps[warp + other][lane]);
+    for (int other = 1; other < min(groups, kGroupsOfWarp); other *= 2) {
+      joined.join(joined.across(other * kLanesOfJoin));
     }
+    if (groups > kGroupsOfWarp) {
+      if (first >= static_cast<int>(gridDim.y) * kGroupsOfMerge) __syncthreads();  // all have read those before
+      if (lane < kLanesOfJoin) of_warps[warp][lane] = joined;
+      __syncthreads();
+#pragma unroll 1
+      for (int other = 1; group == 0 && other < groups / kGroupsOfWarp; ++other) {
+        joined.join(of_warps[warp + other][lane % kLanesOfJoin]);
+      }
+    }
+    if (!is_row || group != 0) continue;
+    const RowEnd end = end_of_row(problem, place.head, heads.kv_head, joined.maximum, joined.total);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float4& four = joined.sums[half];
+      const float values[4] = {end.value(four.x), end.value(four.y), end.value(four.z), end.value(four.w)};
+      const int first_column = column + half * RowColumns::kDistance;
+      if (first_column < problem.value_dim) store_four(problem, place.out + first_column, values);
+    }
+    if (column == 0) problem.lse[place.lse] = end.lse;
   }
-  if (!is_row || group != 0) return;
-  const RowEnd end = end_of_row(problem, place.head, heads.kv_head, joined.maximum, joined.total);
-  const float values[4] = {
-      end.value(joined.sums.x), end.value(joined.sums.y), end.value(joined.sums.z),
-      end.value(joined.sums.w)};
-  if (column < problem.value_dim) store_four(problem, place.out + column, values);
-  if (column == 0) problem.lse[place.lse] = end.lse;
 }
 
 }  // namespace torch_pagedkv

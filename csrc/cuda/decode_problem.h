@@ -22,10 +22,13 @@ enum class ItemRows {
 };
 // Warps that walk the heads of a sequence side by side, at most.
 inline constexpr int kMostOfTeam = 8;
-// CTAs that join parts: groups of so many lanes have four columns each.
+// Shares that cut no more than they must may be larger than equal ones by 1 / kSharesOfSlack.
+inline constexpr int kSharesOfSlack = 16;
+// CTAs that join parts: groups of so many lanes have eight columns each.
 inline constexpr int kMergeThreads = 128;
+inline constexpr int kMergingCtasAtOnce = 4;  // on a multiprocessor
 inline constexpr int kLanesOfJoin = 8;
-inline constexpr int kColumnsOfJoin = 4 * kLanesOfJoin;
+inline constexpr int kColumnsOfJoin = 8 * kLanesOfJoin;
 inline constexpr int kGroupsOfMerge = kMergeThreads / kLanesOfJoin;
 inline constexpr int kGroupsOfWarp = 32 / kLanesOfJoin;
 
@@ -52,6 +55,24 @@ struct PrefillBeside {
   int multiprocessors;  // of the device
   int warps;            // of decode attention, on each
   int keys_of_tile;     // that such a warp takes at a time
+};
+
+// Divides numbers of up to 2**10 by a positive one that is no larger.
+struct SmallDivisor {
+  uint32_t inverse;
+
+  SmallDivisor() = default;
+  explicit SmallDivisor(int divisor) : inverse(((1u << 20) + divisor - 1) / divisor) {}
+  __host__ __device__ int quotient(int number) const {
+    return static_cast<int>(static_cast<uint32_t>(number) * inverse >> 20);
+  }
+};
+
+// What the launch that joins parts has to know of the place where a team starts.
+struct TeamStart {
+  int64_t before, share;  // places before its sequence, of all groups; those of a team
+  int sequence, tiles;    // of one of its items; 0: the team has none
+  int span;               // places of every sequence; 0: as many as it has tiles
 };
 
 struct DecodeProblem {
@@ -91,9 +112,11 @@ struct DecodeProblem {
   int least_tiles;  // of a part
   int rows_of_slot;
   bool slots_by_group;
-  // Of one item, before each sequence, then a team's share: written by the first launch where it is not null.
-  int64_t* tiles_before;
-  int joining_groups;     // of lanes, that share the parts of the same columns
+  // Where teams start: written by the first launch where it is not null. Then the CTAs that join parts have a cut
+  // between teams each, else a group of items.
+  TeamStart* team_starts;
+  int joining_shift;      // 2 to this power groups of lanes share the parts of the same columns
+  SmallDivisor by_pieces_of_item, by_pieces_of_row;
   // Of items that CTAs of prefill attention took: it is launched after and finds 0 here. Null: it is not launched.
   unsigned long long* prefill_counter;
   PrefillBeside beside;
@@ -120,11 +143,10 @@ struct DecodeProblem {
     return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(warp)) * inverse_team >> 31);
   }
 
-  // Rows of an item times runs of columns, each joined by some groups of lanes.
-  int64_t joined_pieces() const {
-    return static_cast<int64_t>(rows_of_slot) *
-           ((value_dim + kColumnsOfJoin - 1) / kColumnsOfJoin);
-  }
+  // Pieces are runs of columns of a row, each joined by some groups of lanes.
+  __host__ __device__ int pieces_of_row() const { return (value_dim + kColumnsOfJoin - 1) / kColumnsOfJoin; }
+  // Those of the rows of an item.
+  __host__ __device__ int pieces_of_item() const { return rows_of_slot * pieces_of_row(); }
 
   // row / heads_of_tile, for rows of an item.
   __host__ __device__ int token_of_row(int row) const { return row * inverse_heads >> 8; }
@@ -145,7 +167,7 @@ struct DecodeVariant {
   cudaError_t (*attend)(
       const DecodeProblem& problem, int64_t ctas, int warps, cudaStream_t stream);
   cudaError_t (*merge)(
-      const DecodeProblem& problem, int64_t items, bool overlaps, cudaStream_t stream);
+      const DecodeProblem& problem, const dim3& grid, bool overlaps, cudaStream_t stream);
 };
 
 inline constexpr int kMostDecodeDim = 256;

@@ -1,63 +1,16 @@
-// Who reads which keys: rows of a sequence, the tiles that they see, and the warps that share them out.
+// Who reads which keys: rows of a sequence, the tiles that they see, and a warp's way through its share of them.
 //
 // Tiles lie at multiples of their size whatever the window, so a window that hides nothing changes no
 // bit. An item is one sequence with one KV head (and one tile of heads). Items whose heads lie side by
 // side in a block are walked side by side, by a team of warps that read the same blocks at about the
-// same time. All tiles have one order: sequence by sequence, group of items by group, tile by tile. With
-// num_splits 0 team k takes those from k * share on, so every warp reads as much, and an item may be cut
-// wherever a share ends. The last teams have none where multiprocessors are left to prefill attention. With
-// num_splits above 0 an item is cut by its own length alone.
+// same time. With num_splits 0 teams share out all tiles (decode_shares.cuh), with num_splits above 0 an item
+// is cut by its own length alone.
 
 #pragma once
 
-#include "key_range.cuh"
-#include "mixed_batch.cuh"
+#include "decode_shares.cuh"
 
 namespace torch_pagedkv {
-
-// What makes the scores of a query row, and the keys that it sees.
-struct RowTerms {
-  float scale, slope;
-  int position;
-  KeyRange seen;
-};
-
-struct Sequence {
-  int start, query_length, length;
-  int lowest, highest;                      // keys that any row sees
-  int seen_by_all_from, seen_by_all_to;     // keys that every row sees
-  int first_tile, tiles;                    // no tiles: nothing to do here
-
-  TORCH_PAGEDKV_ANYWHERE_MEMBER int position_of(int token) const { return token + length - query_length; }
-};
-
-// Sequences without rows, and those with more rows than a warp takes, have no tiles. All others have
-// one at least, since rows that see no key are written too.
-template <int TILE>
-TORCH_PAGEDKV_ANYWHERE Sequence sequence_of(const DecodeProblem& problem, int index) {
-  Sequence sequence{};
-  int start = index, stop = index + 1;
-  if (problem.starts.data) {
-    start = problem.starts.clamped(index, 0, problem.num_tokens);
-    stop = problem.starts.clamped(index + 1, start, problem.num_tokens);
-  }
-  sequence.start = start;
-  sequence.query_length = stop - start;
-  if (stop == start || stop - start > problem.most_tokens) return sequence;
-
-  sequence.length = problem.lengths.clamped(index, 0, problem.max_positions);
-  const KeyRange first = keys_seen(problem, sequence.position_of(0), sequence.length);
-  const KeyRange last = keys_seen(
-      problem, sequence.position_of(sequence.query_length - 1), sequence.length);
-  sequence.lowest = first.lower;
-  sequence.highest = last.upper;
-  sequence.seen_by_all_from = last.lower;
-  sequence.seen_by_all_to = first.upper;
-  sequence.first_tile = sequence.lowest / TILE;
-  const int stop_tile = (sequence.highest + TILE - 1) / TILE;
-  sequence.tiles = max(1, stop_tile - sequence.first_tile);
-  return sequence;
-}
 
 // A run of an item's tiles, counted from the item's first one.
 struct Segment {
@@ -66,101 +19,6 @@ struct Segment {
   int first, count;
   bool is_whole;  // all of the item's tiles
   int64_t slot;   // where the partial results of a part go
-};
-
-// A sequence's place in the order of all tiles.
-struct Place {
-  int sequence;
-  int64_t before;  // tiles before it, of all groups
-};
-
-// Tiles of each of its items that a team takes where all are shared out.
-TORCH_PAGEDKV_ANYWHERE int64_t share_of_team(
-    const DecodeProblem& problem, int64_t total_of_item, const PrefillLoad& load) {
-  const int64_t total = total_of_item * problem.groups;
-  int64_t teams = problem.teams;
-  const int left = multiprocessors_left(problem, total_of_item, load);
-  if (left > 0) {
-    const int kept = problem.beside.multiprocessors - left;
-    teams = min(teams, max(quotient(kept * problem.beside.warps, problem.team), static_cast<int64_t>(1)));
-  }
-  return max(quotient(total + teams - 1, teams), static_cast<int64_t>(problem.least_tiles));
-}
-
-// What prefill attention has to do with a sequence, where that matters.
-template <bool LEAVES>
-TORCH_PAGEDKV_ANYWHERE PrefillLoad prefill_load_of(
-    const DecodeProblem& problem, int index, const Sequence& sequence) {
-  if constexpr (!LEAVES) return {0, 0};
-  if (problem.beside.tokens_of_tile == 0 || sequence.query_length <= problem.most_tokens) return {0, 0};
-  return PrefillLoad::of(
-      problem, sequence.query_length, problem.lengths.clamped(index, 0, problem.max_positions));
-}
-
-// Where the teams of a CTA of up to so many threads start, found by all of them in shared memory.
-template <int TILE, int THREADS, bool LEAVES>
-struct TeamStarts {
-  int64_t total;                    // tiles of one item of all sequences
-  int64_t share;
-  int64_t of_warps[THREADS / 32];   // the same, of the sequences that the threads of a warp look at
-  PrefillLoad loads[THREADS / 32];
-  Place places[THREADS / 32];       // of the CTA's teams that have tiles
-
-  // Called by the whole CTA. The first one also writes the tiles before each sequence, then the share, for
-  // the launch that joins parts.
-  __device__ void find(const DecodeProblem& problem, int64_t first_team, int64_t last_team) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int run = problem.num_sequences <= static_cast<int>(blockDim.x)
-                        ? 1
-                        : (problem.num_sequences + blockDim.x - 1) / blockDim.x;
-    const int first = min(static_cast<int>(threadIdx.x) * run, problem.num_sequences);
-    const int stop = min(first + run, problem.num_sequences);
-    int64_t own = 0;
-    PrefillLoad load{0, 0};
-#pragma unroll 1
-    for (int index = first; index < stop; ++index) {
-      const Sequence sequence = sequence_of<TILE>(problem, index);
-      own += sequence.tiles;
-      load.add(prefill_load_of<LEAVES>(problem, index, sequence));
-    }
-    int64_t before = own;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int64_t other = __shfl_up_sync(0xFFFFFFFF, before, distance);
-      if (lane >= distance) before += other;
-    }
-    if constexpr (LEAVES) load = load.of_warp();
-    if (lane == 31) of_warps[warp] = before, loads[warp] = load;
-    __syncthreads();
-    before -= own;
-    int64_t of_all = 0;
-    load = {0, 0};
-#pragma unroll
-    for (int other = 0; other < THREADS / 32; ++other) {
-      if (other >= blockDim.x / 32) break;
-      if (other == warp) before += of_all;
-      of_all += of_warps[other];
-      if constexpr (LEAVES) load.add(loads[other]);
-    }
-    const int64_t own_share = share_of_team(problem, of_all, load);
-    if (threadIdx.x == 0) total = of_all, share = own_share;
-    const bool writes = blockIdx.x == 0 && problem.tiles_before != nullptr;
-    if (writes && threadIdx.x == 0) problem.tiles_before[problem.num_sequences] = own_share;
-#pragma unroll 1
-    for (int index = first; index < stop; ++index) {
-      const int64_t tiles = run == 1 ? own : sequence_of<TILE>(problem, index).tiles;
-      if (writes) problem.tiles_before[index] = before;
-      const int64_t start_tile = before * problem.groups;
-      before += tiles;
-#pragma unroll 1
-      for (int64_t team = first_team; team <= last_team; ++team) {
-        const int64_t tile = team * own_share;
-        const bool is_here = tile >= start_tile && tile < before * problem.groups;
-        if (is_here) places[team - first_team] = {index, start_tile};
-      }
-    }
-    __syncthreads();
-  }
 };
 
 // Slots of partial results, `team` of each: one for each pair of a team and a group that it has tiles
@@ -201,7 +59,8 @@ TORCH_PAGEDKV_ANYWHERE PartOfItem part_of_item(const DecodeProblem& problem, int
 // A warp's way through its tiles, segment after segment.
 template <int TILE>
 struct Walk {
-  int64_t left;      // tiles
+  int64_t left;      // places in the order of tiles
+  int span;          // of each sequence there; 0: as many as its tiles
   int64_t team;
   int member, part;  // part: -1 where all is shared out
   int index, group, first;  // where the next segment starts
@@ -219,18 +78,20 @@ struct Walk {
     return walk;
   }
 
-  // Through so many tiles of a team, from number `tile` on, in the sequence at `place`.
+  // Through so many places of a team, from number `tile` on, in the sequence at `place`.
   TORCH_PAGEDKV_ANYWHERE_MEMBER static Walk through_share(
       const DecodeProblem& problem, int64_t team, int member, const Place& place,
-      const Sequence& sequence, int64_t tile, int64_t tiles) {
+      const Sequence& sequence, const Shares& shares, int64_t tile, int64_t places) {
     Walk walk{};
-    walk.left = tiles;
+    walk.left = places, walk.span = shares.span;
     walk.team = team, walk.member = member, walk.part = -1;
     walk.index = place.sequence;
     walk.sequence = sequence;
     const int64_t after = tile - place.before;
-    walk.group = problem.groups == 1 ? 0 : static_cast<int>(quotient(after, walk.sequence.tiles));
-    walk.first = static_cast<int>(after - static_cast<int64_t>(walk.group) * walk.sequence.tiles);
+    const int of_group = shares.places_of(sequence.tiles);
+    walk.group = problem.groups == 1 ? 0 : static_cast<int>(quotient(after, of_group));
+    walk.first = static_cast<int>(after - static_cast<int64_t>(walk.group) * of_group);
+    if (walk.first >= sequence.tiles) walk.left = 0;  // such a share has no tile
     return walk;
   }
 
@@ -256,6 +117,7 @@ struct Walk {
                              : slot_of(problem, team, index, group, member, first == 0);
     first += segment.count;
     left -= segment.count;
+    if (span > 0 && first == sequence.tiles) left = max(left - (span - first), static_cast<int64_t>(0));
     return segment;
   }
 };

@@ -19,11 +19,7 @@ cudaError_t launch_attend(
 
 template <class TILE>
 cudaError_t launch_merge(
-    const DecodeProblem& problem, int64_t items, bool overlaps, cudaStream_t stream) {
-  const int64_t groups = problem.joined_pieces() * problem.joining_groups;
-  const dim3 grid(
-      static_cast<unsigned>(items),
-      static_cast<unsigned>((groups + kGroupsOfMerge - 1) / kGroupsOfMerge));
+    const DecodeProblem& problem, const dim3& grid, bool overlaps, cudaStream_t stream) {
   return launch_dependent(
       merge_parts<TILE::kKeys, TILE::kLeaves>, grid, kMergeThreads, 0, overlaps, stream, problem);
 }
@@ -45,7 +41,7 @@ template <class TILE, bool IS_MIXED>
 inline constexpr DecodeVariant kDecodeVariant{
     TILE::kKeys, TILE::kWarps, TILE::kCtas, TILE::kLeaves, TILE::kWarpBytes,
     TILE::kWarps * static_cast<int>(sizeof(typename WarpReader<TILE, IS_MIXED>::Shared)) +
-        static_cast<int>(sizeof(TeamStarts<TILE::kKeys, TILE::kThreads, TILE::kLeaves>)) + 1024,
+        static_cast<int>(sizeof(TeamPlaces<TILE::kThreads>)) + 1024,
     &request_memory<TILE, IS_MIXED>, &launch_attend<TILE, IS_MIXED>, &launch_merge<TILE>};
 
 // As many warps and stages as registers and about 200 KiB of a multiprocessor's memory allow; two thirds

@@ -1,7 +1,8 @@
 // How CTAs share out the tiles of decode attention, run on the host over random batches: every tile of
 // every short sequence is taken once, the parts of an item are the ones that the merge looks for, and
-// their slots are their own; where prefill attention runs beside it, warps of some multiprocessors have
-// nothing. Prints how many of these are wrong.
+// their slots are their own; sequences about as long as each other are cut no more than they must; where
+// prefill attention runs beside it, warps of some multiprocessors have nothing. Prints how many of these
+// are wrong.
 
 #include <algorithm>
 #include <cstdio>
@@ -17,6 +18,7 @@ using namespace torch_pagedkv;
 
 constexpr int kTile = 64;
 long wrong = 0;
+long alignments = 0;
 
 void expect(bool is_right) { wrong += !is_right; }
 
@@ -28,11 +30,14 @@ struct Batch {
 
   explicit Batch(std::mt19937& random) {
     const int sequences = random() % 4 ? random() % 12 : random() % 400;
-    const bool is_packed = random() % 2;
+    const bool is_packed = random() % 2, is_alike = random() % 3 == 0;
+    const int about = 64 + random() % 2800, spread = 1 + random() % 2 * 90;
     starts.push_back(0);
     for (int i = 0; i < sequences; ++i) {
-      lengths.push_back(random() % 5 ? random() % 3000 : random() % 3);
-      starts.push_back(starts.back() + (is_packed ? random() % (random() % 6 ? 5 : 60) : 1));
+      const int length = random() % 5 ? random() % 3000 : random() % 3;
+      lengths.push_back(is_alike ? about + static_cast<int>(random() % spread) : length);
+      const int rows = random() % (random() % 6 ? 5 : 60);
+      starts.push_back(starts.back() + (is_alike || !is_packed ? 1 : rows));
     }
     problem.num_sequences = sequences;
     problem.num_tokens = static_cast<int>(starts.back() + random() % 3);
@@ -56,7 +61,7 @@ struct Batch {
     problem.team = 1 + random() % 8;
     while (items % problem.team != 0) --problem.team;
     problem.groups = items / problem.team;
-    problem.teams = 1 + random() % 40;
+    problem.teams = 1 + random() % (random() % 2 ? 40 : 200);
     problem.least_tiles = 1 + random() % 3;
     problem.slots_by_group = random() % 2;
     problem.beside.tokens_of_tile = random() % 2 ? 1 + static_cast<int>(random() % 128) : 0;
@@ -78,26 +83,44 @@ PrefillLoad load_of(const DecodeProblem& problem, std::mt19937& random) {
 }
 
 // Multiprocessors are left where both have work, the fewer the less there is of prefill's.
-void check_left(DecodeProblem problem, const PrefillLoad& load, int64_t tiles) {
+void check_left(DecodeProblem problem, const PrefillLoad& load, const TileCounts& counts) {
+  const int64_t tiles = counts.total;
   const int left = multiprocessors_left(problem, tiles, load);
   expect(left >= 0 && left <= problem.beside.multiprocessors / 2);
   expect(left == 0 || (load.items > 0 && tiles > 0));
   expect(multiprocessors_left(problem, tiles, {load.items / 2, load.largest}) <= left);
-  const int64_t share = share_of_team(problem, tiles, load);
-  const int64_t warps = (tiles * problem.groups + share - 1) / share * problem.team;
+  const Shares shares = shares_of(problem, counts, load);
+  const int64_t share = shares.of_team, places = shares.places(problem, counts) * problem.groups;
+  const int64_t warps = (places + share - 1) / share * problem.team;
   const int64_t kept = (problem.beside.multiprocessors - left) * problem.beside.warps;
   expect(warps <= std::max<int64_t>(kept, problem.team));
   problem.beside.tokens_of_tile = 0;
   std::mt19937 random(0);
   expect(load_of(problem, random).items == 0);
-  expect(left > 0 || share == share_of_team(problem, tiles, {0, 0}));
+  expect(left > 0 || share == shares_of(problem, counts, {0, 0}).of_team);
 }
 
-// The sequence that a tile is in, as TeamStarts finds it.
-Place place_of(const DecodeProblem& problem, int64_t tile) {
+// Shares of sequences about as long as each other: little more than equal ones, and cuts where they cost nothing.
+void check_aligned(const DecodeProblem& problem, const TileCounts& counts, const Shares& shares) {
+  const int64_t teams = problem.teams, groups = static_cast<int64_t>(problem.num_sequences) * problem.groups;
+  const int64_t equal = std::max<int64_t>((counts.total * problem.groups + teams - 1) / teams, problem.least_tiles);
+  if (shares.span == 0) {
+    expect(shares.of_team >= equal);
+    return;
+  }
+  alignments += 1;
+  expect(shares.of_team <= equal + equal / kSharesOfSlack);
+  expect(shares.span >= static_cast<int64_t>(counts.most));
+  expect(shares.span * groups <= shares.of_team * teams);  // nobody takes what the last team leaves
+  expect(shares.span % shares.of_team == 0 || shares.of_team % shares.span == 0);
+}
+
+// The sequence that a place is in.
+Place place_of(const DecodeProblem& problem, const Shares& shares, int64_t tile) {
   Place place{0, 0};
   while (true) {
-    const int64_t here = static_cast<int64_t>(sequence_of<kTile>(problem, place.sequence).tiles) * problem.groups;
+    const int tiles = sequence_of<kTile>(problem, place.sequence).tiles;
+    const int64_t here = static_cast<int64_t>(shares.places_of(tiles)) * problem.groups;
     if (tile < place.before + here) return place;
     place = {place.sequence + 1, place.before + here};
   }
@@ -106,23 +129,30 @@ Place place_of(const DecodeProblem& problem, int64_t tile) {
 void check_shares(const Batch& batch, std::mt19937& random) {
   const DecodeProblem& problem = batch.problem;
   const int items = problem.items_of_sequence();
-  int64_t total = 0;
-  std::map<Item, int> tiles, taken;
-  std::map<Item, int64_t> first_tiles;
+  TileCounts counts{0, 0};
   for (int index = 0; index < problem.num_sequences; ++index) {
-    const Sequence sequence = sequence_of<kTile>(problem, index);
-    for (int item = 0; item < items && sequence.tiles > 0; ++item) {
-      tiles[{index, item}] = sequence.tiles;
-      first_tiles[{index, item}] =
-          total * problem.groups + static_cast<int64_t>(item / problem.team) * sequence.tiles;
-    }
-    total += sequence.tiles;
+    counts.add(TileCounts::of(sequence_of<kTile>(problem, index).tiles));
   }
   const PrefillLoad load = load_of(problem, random);
   const PrefillLoad again = load_of(problem, random);
   expect(load.items == again.items && load.largest == again.largest);
-  check_left(problem, load, total);
-  const int64_t share = share_of_team(problem, total, load), all = total * problem.groups;
+  check_left(problem, load, counts);
+  const Shares shares = shares_of(problem, counts, load);
+  const int64_t share = shares.of_team, all = shares.places(problem, counts) * problem.groups;
+  check_aligned(problem, counts, shares);
+  std::map<Item, int> tiles, taken;
+  std::map<Item, int64_t> first_tiles;
+  int64_t before = 0;
+  for (int index = 0; index < problem.num_sequences; ++index) {
+    const Sequence sequence = sequence_of<kTile>(problem, index);
+    const int places = shares.places_of(sequence.tiles);
+    for (int item = 0; item < items && sequence.tiles > 0; ++item) {
+      tiles[{index, item}] = sequence.tiles;
+      first_tiles[{index, item}] =
+          before * problem.groups + static_cast<int64_t>(item / problem.team) * places;
+    }
+    before += places;
+  }
   const int64_t pairs = problem.slots_by_group
                             ? problem.teams + static_cast<int64_t>(problem.num_sequences) * problem.groups - 1
                             : 2 * static_cast<int64_t>(problem.teams);
@@ -132,9 +162,9 @@ void check_shares(const Batch& batch, std::mt19937& random) {
     const int64_t first = team * share, count = std::min(share, all - first);
     if (count <= 0) continue;
     for (int member = 0; member < problem.team; ++member) {
-      const Place place = place_of(problem, first);
+      const Place place = place_of(problem, shares, first);
       const Sequence sequence = sequence_of<kTile>(problem, place.sequence);
-      auto walk = Walk<kTile>::through_share(problem, team, member, place, sequence, first, count);
+      auto walk = Walk<kTile>::through_share(problem, team, member, place, sequence, shares, first, count);
       while (!walk.is_done()) {
         const Segment segment = walk.next(problem);
         const Item key{segment.sequence, segment.item};
@@ -212,7 +242,16 @@ void check_sequences(const Batch& batch) {
   }
 }
 
+// Small numbers by each other, as where a lane finds its piece of a row.
+void check_small_divisor() {
+  for (int divisor = 1; divisor <= 1024; ++divisor) {
+    const SmallDivisor by(divisor);
+    for (int number = 0; number <= 1024; ++number) expect(by.quotient(number) == number / divisor);
+  }
+}
+
 int main() {
+  check_small_divisor();
   std::mt19937 random(0);
   for (int round = 0; round < 400; ++round) {
     const Batch batch(random);
@@ -221,5 +260,6 @@ int main() {
     check_sequences(batch);
     for (const int parts : {1, 2, 3, 8, 100}) check_parts(batch.problem, parts);
   }
+  expect(alignments > 20);
   std::printf("%ld\n", wrong);
 }

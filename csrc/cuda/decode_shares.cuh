@@ -1,0 +1,172 @@
+// How teams of warps share out all tiles, where num_splits is 0.
+//
+// All tiles have one order: sequence by sequence, group of items by group, tile by tile. Team k takes those from
+// k * share on, so every warp reads as much, and an item may be cut wherever a share ends. Parts of items have to
+// be joined, so where sequences are about as long as each other, and whole numbers of shares make a group or of
+// groups a share, shares are made that large: each sequence then has as many places in the order as the longest,
+// and the last ones may be empty. The last teams have none where multiprocessors are left to prefill attention.
+
+#pragma once
+
+#include "decode_sequence.cuh"
+#include "mixed_batch.cuh"
+
+namespace torch_pagedkv {
+
+// Tiles of one item of some sequences.
+struct TileCounts {
+  static constexpr uint32_t kIdle = UINT32_MAX;
+
+  int64_t total;
+  uint32_t most;  // of a sequence; kIdle where one of them has none
+
+  TORCH_PAGEDKV_ANYWHERE_MEMBER static TileCounts of(int tiles) {
+    return {tiles, tiles > 0 ? static_cast<uint32_t>(tiles) : kIdle};
+  }
+  TORCH_PAGEDKV_ANYWHERE_MEMBER void add(const TileCounts& other) {
+    total += other.total;
+    most = max(most, other.most);
+  }
+};
+
+struct Shares {
+  int64_t of_team;  // places that a team takes, of each of its items
+  int span;         // places of every sequence; 0: as many as it has tiles
+
+  TORCH_PAGEDKV_ANYWHERE_MEMBER int places_of(int tiles) const { return span > 0 ? span : tiles; }
+  // Of one item of all sequences.
+  TORCH_PAGEDKV_ANYWHERE_MEMBER int64_t places(const DecodeProblem& problem, const TileCounts& counts) const {
+    return span > 0 ? static_cast<int64_t>(span) * problem.num_sequences : counts.total;
+  }
+};
+
+// `counts`: of all sequences. Groups of items are fewer than 2**31, and so are the tiles of a sequence.
+TORCH_PAGEDKV_ANYWHERE Shares shares_of(
+    const DecodeProblem& problem, const TileCounts& counts, const PrefillLoad& load) {
+  const int64_t least = problem.least_tiles, total = counts.total * problem.groups;
+  int64_t of_all = problem.teams;
+  const int left = multiprocessors_left(problem, counts.total, load);
+  if (left > 0) {
+    const int kept = problem.beside.multiprocessors - left;
+    of_all = min(of_all, max(quotient(kept * problem.beside.warps, problem.team), static_cast<int64_t>(1)));
+  }
+  const Shares equal{max(quotient(total + of_all - 1, of_all), least), 0};
+  const uint32_t groups = static_cast<uint32_t>(problem.num_sequences) * problem.groups;
+  if (groups <= 1 || left > 0 || counts.most == TileCounts::kIdle) return equal;
+  const uint32_t most = counts.most, teams = problem.teams;
+  uint32_t parts = 1, of_part = most;  // of an item, or
+  int64_t whole = 1;                   // groups that a team takes
+  if (groups <= teams) {
+    parts = teams / groups;
+    of_part = max((most + parts - 1) / parts, static_cast<uint32_t>(problem.least_tiles));
+  } else {
+    whole = (groups + teams - 1) / teams;
+  }
+  const Shares aligned{whole * of_part, static_cast<int>(parts * of_part)};
+  const bool is_small = aligned.of_team * kSharesOfSlack <= equal.of_team * (kSharesOfSlack + 1);
+  return is_small ? aligned : equal;
+}
+
+// What prefill attention has to do with a sequence, where that matters.
+template <bool LEAVES>
+TORCH_PAGEDKV_ANYWHERE PrefillLoad prefill_load_of(
+    const DecodeProblem& problem, int index, const Sequence& sequence) {
+  if constexpr (!LEAVES) return {0, 0};
+  if (problem.beside.tokens_of_tile == 0 || sequence.query_length <= problem.most_tokens) return {0, 0};
+  return PrefillLoad::of(
+      problem, sequence.query_length, problem.lengths.clamped(index, 0, problem.max_positions));
+}
+
+// A sequence's place in the order of all tiles.
+struct Place {
+  int sequence;
+  int64_t before;  // places before it, of all groups
+};
+
+// Where a warp's team starts.
+struct TeamPlace {
+  Shares shares;
+  int64_t places;  // of one item of all sequences
+  Place place;     // of no meaning where the team has none
+};
+
+// What the warps of a CTA of up to so many threads find out together where sequences are more than a warp's lanes.
+template <int THREADS>
+struct TeamPlaces {
+  TileCounts of_warps[THREADS / 32];  // of the sequences that the threads of a warp look at
+  PrefillLoad loads[THREADS / 32];
+  Place of_teams[THREADS / 32];       // of the CTA's teams
+};
+
+// Called by the whole CTA, whose teams are `first_team` to `last_team`; `team`: the warp's. Up to as many sequences
+// as a warp has lanes are looked at by each warp: code that runs once takes longer to be fetched than to run.
+template <int TILE, bool LEAVES, int THREADS>
+__device__ inline TeamPlace place_of_team(
+    const DecodeProblem& problem, TeamPlaces<THREADS>& shared, int64_t first_team, int64_t last_team, int64_t team) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int sequences = problem.num_sequences, threads = blockDim.x;
+  const bool is_small = sequences <= 32;
+  const int run = sequences <= threads ? 1 : (sequences + threads - 1) / threads;
+  const int first = is_small ? min(lane, sequences) : min(static_cast<int>(threadIdx.x) * run, sequences);
+  const int stop = min(first + run, sequences);
+  TileCounts own{0, 0};
+  PrefillLoad load{0, 0};
+#pragma unroll 1
+  for (int index = first; index < stop; ++index) {
+    const Sequence sequence = sequence_of<TILE>(problem, index);
+    own.add(TileCounts::of(sequence.tiles));
+    load.add(prefill_load_of<LEAVES>(problem, index, sequence));
+  }
+  int64_t before = own.total;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int64_t other = __shfl_up_sync(0xFFFFFFFF, before, distance);
+    if (lane >= distance) before += other;
+  }
+  TileCounts all{__shfl_sync(0xFFFFFFFF, before, 31), __reduce_max_sync(0xFFFFFFFF, own.most)};
+  if constexpr (LEAVES) load = load.of_warp();
+  before -= own.total;
+  if (!is_small) {
+    if (lane == 0) shared.of_warps[warp] = all, shared.loads[warp] = load;
+    __syncthreads();
+    all = {0, 0};
+    load = {0, 0};
+#pragma unroll 1
+    for (int other = 0; other < threads / 32; ++other) {
+      if (other == warp) before += all.total;
+      all.add(shared.of_warps[other]);
+      if constexpr (LEAVES) load.add(shared.loads[other]);
+    }
+  }
+  const Shares shares = shares_of(problem, all, load);
+  TeamPlace found{shares, shares.places(problem, all), {}};
+  if (shares.span > 0) before = static_cast<int64_t>(first) * shares.span;
+  if (is_small) {
+    const int64_t start = before * problem.groups, tile = team * shares.of_team;
+    const int64_t stop_tile = start + static_cast<int64_t>(shares.places_of(static_cast<int>(own.total))) * problem.groups;
+    const bool is_here = first < sequences && tile >= start && tile < stop_tile;
+    const int source = max(__ffs(__ballot_sync(0xFFFFFFFF, is_here)) - 1, 0);
+    found.place = {source, __shfl_sync(0xFFFFFFFF, start, source)};
+    return found;
+  }
+  const int64_t of_own = shares.span > 0 ? static_cast<int64_t>(stop - first) * shares.span : own.total;
+  // Most threads have no sequence that a team of this CTA starts in.
+  const bool has_start = first_team * shares.of_team < (before + of_own) * problem.groups &&
+                         last_team * shares.of_team >= before * problem.groups;
+#pragma unroll 1
+  for (int index = first; has_start && index < stop; ++index) {
+    const int tiles = run == 1 ? static_cast<int>(own.total) : sequence_of<TILE>(problem, index).tiles;
+    const int64_t start = before * problem.groups;
+    before += shares.places_of(tiles);
+#pragma unroll 1
+    for (int64_t other = first_team; other <= last_team; ++other) {
+      const int64_t tile = other * shares.of_team;
+      if (tile >= start && tile < before * problem.groups) shared.of_teams[other - first_team] = {index, start};
+    }
+  }
+  __syncthreads();
+  if (team * shares.of_team < found.places * problem.groups) found.place = shared.of_teams[team - first_team];
+  return found;
+}
+
+}  // namespace torch_pagedkv
