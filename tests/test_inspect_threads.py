@@ -61,7 +61,7 @@ def test_constants_are_those_of_the_sources():
         ("decode_sequence.cuh", "first_tile = sequence.lowest / TILE;"),
         ("decode_schedule.cuh", "item = group * problem.team + member;"),
         ("decode_attention.cuh", "const int member = static_cast<int>(number - team * problem.team);"),
-        ("decode_attention.cuh", "through_share(problem, team, member, place, sequence, shares, tile, places);"),
+        ("decode_attention.cuh", "through_share(problem, team, member, place, found.sequence, shares, tile, places);"),
         ("decode_loader.cuh", "kPacks = TILE::kRowBytes / 16;"),
         ("decode_loader.cuh", "tile = work.sequence.first_tile + segment.first;"),
         ("decode_loader.cuh", "position_ = tile * TILE::kKeys + static_cast<int>(threadIdx.x) % TILE::kKeys;"),

@@ -128,41 +128,32 @@ __device__ inline int64_t place_of_cta(bool leaves) {
 template <int TILE, int THREADS, bool LEAVES>
 __device__ inline Walk<TILE> way_of_warp(const DecodeProblem& problem) {
   __shared__ TeamPlaces<THREADS> shared;
-  const bool has_parts = problem.parts > 0;
   const int64_t cta = place_of_cta(LEAVES && problem.beside.tokens_of_tile > 0);
   const int64_t warps = blockDim.x / 32, first_warp = cta * warps;
   const int64_t number = first_warp + threadIdx.x / 32;
-  Place place{};
-  Shares shares{};
-  int64_t team = 0, item = 0, part = 0, tile = 0, places = 0;
-  if (has_parts) {  // a warp for each part; those of the items of a sequence are neighbours
+  if (problem.parts > 0) {  // a warp for each part; those of the items of a sequence are neighbours
     const int64_t items = problem.items_of_sequence(), before = quotient(number, items);
-    place.sequence = static_cast<int>(quotient(before, problem.parts));
-    if (place.sequence >= problem.num_sequences) return Walk<TILE>{};
-    item = number - before * items;
-    part = before - static_cast<int64_t>(place.sequence) * problem.parts;
-  } else {
-    const int64_t first_team = problem.team_of_warp(first_warp);
-    team = problem.team_of_warp(number);
-    const TeamPlace found = place_of_team<TILE, LEAVES>(
-        problem, shared, first_team, problem.team_of_warp(first_warp + warps - 1), team);
-    shares = found.shares, place = found.place;
-    tile = team * shares.of_team;
-    places = min(shares.of_team, found.places * problem.groups - tile);
-    if (team >= problem.teams) return Walk<TILE>{};
+    const int index = static_cast<int>(quotient(before, problem.parts));
+    if (index >= problem.num_sequences) return Walk<TILE>{};
+    const int item = static_cast<int>(number - before * items);
+    const int part = static_cast<int>(before - static_cast<int64_t>(index) * problem.parts);
+    return Walk<TILE>::through_part(problem, index, sequence_of<TILE>(problem, index), item, part);
   }
-  const Sequence sequence = sequence_of<TILE>(problem, place.sequence);
-  if (has_parts) {
-    return Walk<TILE>::through_part(
-        problem, place.sequence, sequence, static_cast<int>(item), static_cast<int>(part));
-  }
+  const int64_t first_team = problem.team_of_warp(first_warp), team = problem.team_of_warp(number);
+  const TeamPlace found = place_of_team<TILE, LEAVES>(
+      problem, shared, first_team, problem.team_of_warp(first_warp + warps - 1), team);
+  const Shares& shares = found.shares;
+  const Place& place = found.place;
+  const int64_t tile = team * shares.of_team;
+  const int64_t places = min(shares.of_team, found.places * problem.groups - tile);
+  if (team >= problem.teams) return Walk<TILE>{};
   const int member = static_cast<int>(number - team * problem.team);
   if (problem.team_starts != nullptr && member == 0 && threadIdx.x % 32 == 0) {
     problem.team_starts[team] = {
-        place.before, shares.of_team, place.sequence, places > 0 ? sequence.tiles : 0, shares.span};
+        place.before, shares.of_team, place.sequence, places > 0 ? found.sequence.tiles : 0, shares.span};
   }
   if (places <= 0) return Walk<TILE>{};
-  return Walk<TILE>::through_share(problem, team, member, place, sequence, shares, tile, places);
+  return Walk<TILE>::through_share(problem, team, member, place, found.sequence, shares, tile, places);
 }
 
 template <class TILE, bool IS_MIXED>

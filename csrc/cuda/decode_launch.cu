@@ -89,15 +89,15 @@ void share_parts(DecodeProblem& problem, int64_t num_splits) {
   while (1 << problem.joining_shift < kGroupsOfMerge && kLanesOfJoin << problem.joining_shift < parts) {
     ++problem.joining_shift;
   }
-  problem.by_pieces_of_item = SmallDivisor(problem.pieces_of_item());
   problem.by_pieces_of_row = SmallDivisor(problem.pieces_of_row());
+  problem.by_pieces_of_rows = SmallDivisor(problem.pieces_of_rows());
 }
 
 // CTAs that join parts: of each cut, or of each group of items, and as many as run at once of both.
 dim3 merging_grid(const DecodeProblem& problem, int32_t device) {
   const int64_t groups = static_cast<int64_t>(problem.num_sequences) * problem.groups;
   const int64_t cut = problem.team_starts ? problem.teams - 1 : groups;
-  const int64_t joining = static_cast<int64_t>(problem.team) * problem.pieces_of_item() << problem.joining_shift;
+  const int64_t joining = static_cast<int64_t>(problem.rows_of_slot) * problem.pieces_of_rows() << problem.joining_shift;
   const int64_t most = (joining + kGroupsOfMerge - 1) / kGroupsOfMerge;
   const int64_t at_once = device_attribute(kOp, cudaDevAttrMultiProcessorCount, device) * kMergingCtasAtOnce;
   const int64_t rounds = (cut * most + at_once - 1) / at_once;

@@ -238,23 +238,24 @@ __global__ void __launch_bounds__(kMergeThreads, kMergingCtasAtOnce)
     sequence = sequence_of<TILE>(problem, index);
     cut = CutGroup::of<TILE, LEAVES>(problem, index, number - index * problem.groups, sequence);
   }
-  const int groups = 1 << problem.joining_shift, pieces_of_item = problem.pieces_of_item();
+  const int groups = 1 << problem.joining_shift;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int stop = problem.team * pieces_of_item << problem.joining_shift;
+  const int rows = min(min(sequence.query_length, problem.most_tokens) * problem.heads_of_tile, problem.rows_of_slot);
+  const int stop = rows * problem.pieces_of_rows() << problem.joining_shift;
 #pragma unroll 1
   for (int first = blockIdx.y * kGroupsOfMerge; first < stop; first += gridDim.y * kGroupsOfMerge) {
     const int own = first + static_cast<int>(threadIdx.x) / kLanesOfJoin;
     const int piece = own >> problem.joining_shift, group = own - (piece << problem.joining_shift);
-    const int member = problem.by_pieces_of_item.quotient(piece);
-    const int piece_of_item = piece - member * pieces_of_item;
-    const int row = problem.by_pieces_of_row.quotient(piece_of_item);
-    const int column =
-        (piece_of_item - row * problem.pieces_of_row()) * kColumnsOfJoin + lane % kLanesOfJoin * 4;
+    const int row = problem.by_pieces_of_rows.quotient(piece);
+    const int piece_of_rows = piece - row * problem.pieces_of_rows();
+    const int member = problem.by_pieces_of_row.quotient(piece_of_rows);
+    const int piece_of_row = piece_of_rows - member * problem.pieces_of_row();
+    const int column = piece_of_row * kColumnsOfJoin + lane % kLanesOfJoin * 4;
     const int item = cut.group * problem.team + member;
     const ItemHeads heads(problem, item, problem.head_tiles == 1 ? item : item / problem.head_tiles);
     const RowPlace place(problem, sequence, heads.first, heads.count, row);
     const bool is_row = place.exists && own < stop;
-    await_dependency();  // at once where it was awaited before
+    await_dependency();  // late, so that all above is done by then
     if (cut.parts.count <= 1) return;
     RowColumns joined = join_parts(
         problem, cut.parts, member * cut.parts.step_of_item + row, column, is_row ? group : cut.parts.count,
@@ -283,6 +284,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergingCtasAtOnce)
     }
     if (column == 0) problem.lse[place.lse] = end.lse;
   }
+  await_dependency();  // this launch ends after the one before, also where it has nothing to join
 }
 
 }  // namespace torch_pagedkv

@@ -116,7 +116,7 @@ struct DecodeProblem {
   // between teams each, else a group of items.
   TeamStart* team_starts;
   int joining_shift;      // 2 to this power groups of lanes share the parts of the same columns
-  SmallDivisor by_pieces_of_item, by_pieces_of_row;
+  SmallDivisor by_pieces_of_row, by_pieces_of_rows;
   // Of items that CTAs of prefill attention took: it is launched after and finds 0 here. Null: it is not launched.
   unsigned long long* prefill_counter;
   PrefillBeside beside;
@@ -145,8 +145,8 @@ struct DecodeProblem {
 
   // Pieces are runs of columns of a row, each joined by some groups of lanes.
   __host__ __device__ int pieces_of_row() const { return (value_dim + kColumnsOfJoin - 1) / kColumnsOfJoin; }
-  // Those of the rows of an item.
-  __host__ __device__ int pieces_of_item() const { return rows_of_slot * pieces_of_row(); }
+  // Those of one row of each item of a group.
+  __host__ __device__ int pieces_of_rows() const { return team * pieces_of_row(); }
 
   // row / heads_of_tile, for rows of an item.
   __host__ __device__ int token_of_row(int row) const { return row * inverse_heads >> 8; }

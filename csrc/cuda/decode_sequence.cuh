@@ -20,6 +20,16 @@ struct Sequence {
   int first_tile, tiles;                    // no tiles: nothing to do here
 
   TORCH_PAGEDKV_ANYWHERE_MEMBER int position_of(int token) const { return token + length - query_length; }
+
+#if defined(__CUDACC__)
+  // That of another lane of the warp.
+  __device__ Sequence of_lane(int lane) const {
+    const auto from = [lane](int number) { return __shfl_sync(0xFFFFFFFF, number, lane); };
+    return {
+        from(start), from(query_length), from(length), from(lowest), from(highest), from(seen_by_all_from),
+        from(seen_by_all_to), from(first_tile), from(tiles)};
+  }
+#endif
 };
 
 // Sequences without rows, and those with more rows than a warp takes, have no tiles. All others have

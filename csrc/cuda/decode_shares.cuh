@@ -88,6 +88,7 @@ struct TeamPlace {
   Shares shares;
   int64_t places;  // of one item of all sequences
   Place place;     // of no meaning where the team has none
+  Sequence sequence;
 };
 
 // What the warps of a CTA of up to so many threads find out together where sequences are more than a warp's lanes.
@@ -111,9 +112,10 @@ __device__ inline TeamPlace place_of_team(
   const int stop = min(first + run, sequences);
   TileCounts own{0, 0};
   PrefillLoad load{0, 0};
+  Sequence sequence{};
 #pragma unroll 1
   for (int index = first; index < stop; ++index) {
-    const Sequence sequence = sequence_of<TILE>(problem, index);
+    sequence = sequence_of<TILE>(problem, index);
     own.add(TileCounts::of(sequence.tiles));
     load.add(prefill_load_of<LEAVES>(problem, index, sequence));
   }
@@ -139,7 +141,7 @@ __device__ inline TeamPlace place_of_team(
     }
   }
   const Shares shares = shares_of(problem, all, load);
-  TeamPlace found{shares, shares.places(problem, all), {}};
+  TeamPlace found{shares, shares.places(problem, all), {}, {}};
   if (shares.span > 0) before = static_cast<int64_t>(first) * shares.span;
   if (is_small) {
     const int64_t start = before * problem.groups, tile = team * shares.of_team;
@@ -147,6 +149,7 @@ __device__ inline TeamPlace place_of_team(
     const bool is_here = first < sequences && tile >= start && tile < stop_tile;
     const int source = max(__ffs(__ballot_sync(0xFFFFFFFF, is_here)) - 1, 0);
     found.place = {source, __shfl_sync(0xFFFFFFFF, start, source)};
+    found.sequence = sequence.of_lane(source);
     return found;
   }
   const int64_t of_own = shares.span > 0 ? static_cast<int64_t>(stop - first) * shares.span : own.total;
@@ -165,7 +168,10 @@ __device__ inline TeamPlace place_of_team(
     }
   }
   __syncthreads();
-  if (team * shares.of_team < found.places * problem.groups) found.place = shared.of_teams[team - first_team];
+  if (team * shares.of_team < found.places * problem.groups) {
+    found.place = shared.of_teams[team - first_team];
+    found.sequence = sequence_of<TILE>(problem, found.place.sequence);
+  }
   return found;
 }
 
