@@ -48,8 +48,9 @@ int64_t tiles_of_longest(const DecodeProblem& problem, const DecodeVariant& vari
   return std::max(1, (problem.max_positions + variant.tile - 1) / variant.tile);
 }
 
-// How many teams of those that run at once take tiles. Where sequences are about as long as each other, whole
-// numbers of teams take a group of items then, or of groups a team; it makes no difference where they are not.
+// How many teams of those that run at once take tiles. Where sequences are about as long as each other, a group of
+// items is read by a whole number of teams then, or a whole number of groups by a team. Where they are not, the few
+// teams fewer read about as fast.
 int64_t teams_of_alike(int64_t resident, int64_t groups) {
   if (groups == 0) return resident;
   const int64_t groups_of_team = (groups + resident - 1) / resident;
@@ -68,7 +69,8 @@ void share_out(
   const int64_t resident =
       std::max<int64_t>(1, warps * variant.ctas * multiprocessors / problem.team);
   const int64_t most_pairs = kMostSplits * rows / problem.rows_of_slot / problem.team;
-  const int64_t most_shares = (groups * most_tiles + problem.least_tiles - 1) / problem.least_tiles;
+  const int64_t most_shares =
+      std::max(groups, (groups * most_tiles + problem.least_tiles - 1) / problem.least_tiles);
   int64_t teams = std::min(teams_of_alike(resident, groups), most_shares);
   problem.slots_by_group = groups < teams && groups <= most_pairs;
   teams = std::min(teams, problem.slots_by_group ? most_pairs - groups + 1 : most_pairs / 2);
@@ -79,29 +81,18 @@ void share_out(
   problem.partial_rows = is_cut ? pairs * problem.team * problem.rows_of_slot : 0;
 }
 
-// How many groups of lanes share the parts of the same columns: each takes a part for each of its lanes at once.
-// Where an item is cut by its own length alone, they depend on nothing else either: their number changes the
-// order of a sum.
-void share_parts(DecodeProblem& problem, int64_t num_splits) {
-  const int64_t groups = static_cast<int64_t>(problem.num_sequences) * problem.groups;
-  const int64_t parts = num_splits > 0 ? num_splits : problem.teams / std::max<int64_t>(1, groups);
-  problem.joining_shift = 0;
-  while (1 << problem.joining_shift < kGroupsOfMerge && kLanesOfJoin << problem.joining_shift < parts) {
-    ++problem.joining_shift;
-  }
-  problem.by_pieces_of_row = SmallDivisor(problem.pieces_of_row());
-  problem.by_pieces_of_rows = SmallDivisor(problem.pieces_of_rows());
-}
-
-// CTAs that join parts: of each cut, or of each group of items, and as many as run at once of both.
+// CTAs that join parts, for each group of items, or for each cut where teams tell of their starts: as many of those
+// that run at once as a few parts of each row take. Any group may have most of the parts, so each gets its share of
+// half of them anyway; more that have nothing to do cost more than they save.
 dim3 merging_grid(const DecodeProblem& problem, int32_t device) {
   const int64_t groups = static_cast<int64_t>(problem.num_sequences) * problem.groups;
   const int64_t cut = problem.team_starts ? problem.teams - 1 : groups;
-  const int64_t joining = static_cast<int64_t>(problem.rows_of_slot) * problem.pieces_of_rows() << problem.joining_shift;
-  const int64_t most = (joining + kGroupsOfMerge - 1) / kGroupsOfMerge;
+  const int64_t pieces = static_cast<int64_t>(problem.rows_of_slot) * problem.pieces_of_rows();
+  const auto ctas = [](int64_t lanes) { return (lanes + kGroupsOfMerge - 1) / kGroupsOfMerge; };
   const int64_t at_once = device_attribute(kOp, cudaDevAttrMultiProcessorCount, device) * kMergingCtasAtOnce;
-  const int64_t rounds = (cut * most + at_once - 1) / at_once;
-  const int64_t of_each = std::max<int64_t>(1, (most + rounds - 1) / std::max<int64_t>(1, rounds));
+  const int64_t of_few = std::min(ctas(pieces), at_once / cut);
+  const int64_t of_many = std::min(ctas(pieces << kMostJoiningShift), at_once / 2 / cut);
+  const int64_t of_each = std::max({of_few, of_many, int64_t{1}});
   return dim3(static_cast<unsigned>(cut), static_cast<unsigned>(of_each));
 }
 
@@ -174,7 +165,7 @@ void attend_short_and_long(
   std::optional<torch::stable::Tensor> scratch;
   const bool is_cut = problem.partial_rows > 0;
   if (is_cut || problem.lse == nullptr) {
-    // The fewer are looked at: groups of items, or cuts between teams.
+    // There are fewer cuts than groups of items, or more sequences than a CTA's threads can look at.
     const int64_t groups = static_cast<int64_t>(problem.num_sequences) * problem.groups;
     const bool tells_starts = is_cut && num_splits == 0 &&
                               (problem.teams <= groups || problem.num_sequences > kMergeThreads);
@@ -188,7 +179,8 @@ void attend_short_and_long(
     if (starts > 0) problem.team_starts = reinterpret_cast<TeamStart*>(memory);
     problem.partials = memory + starts;
     if (lses > 0) problem.lse = problem.partials + size;
-    share_parts(problem, num_splits);
+    problem.by_pieces_of_row = SmallDivisor(problem.pieces_of_row());
+    problem.by_pieces_of_rows = SmallDivisor(problem.pieces_of_rows());
   }
   const cudaStream_t stream = current_stream(device);
   check_cuda(kOp, variant.request_memory(device, most_of_cta));

@@ -6,98 +6,56 @@
 #pragma once
 
 #include "decode_output.cuh"
+#include "decode_parts.cuh"
 #include "grid_dependency.cuh"
 
 namespace torch_pagedkv {
 
-// A group of items in the order of all places.
-struct GroupPlace {
-  int index, group;  // its sequence, and its number there
-  int64_t first, share;  // its first place, and the places of a team
-  int tiles;             // of one of its items
-
-  __device__ GroupPlace(
-      const DecodeProblem& problem, int index, int group, int64_t before, int tiles, const Shares& shares)
-      : index(index),
-        group(group),
-        first(before + static_cast<int64_t>(group) * shares.places_of(tiles)),
-        share(shares.of_team),
-        tiles(tiles) {}
-};
-
-// The parts of a group of items, where they lie.
-struct GroupParts {
-  int count;  // of each item: one or none where there is nothing to join
-  // Partial rows (there are fewer than 2**31): of the first part of the first item, of the second, and from there
-  // on; and from item to item.
-  int first, second, step, step_of_item;
-
-  __device__ static GroupParts by_own_length(const DecodeProblem& problem, int index, int group, int tiles) {
-    const int rows = problem.rows_of_slot;
-    const int row = static_cast<int>(slot_of_part(problem, index, group * problem.team, 0) * rows);
-    return {parts_of_item(problem, tiles), row, row + rows, rows, problem.parts * rows};
-  }
-
-  // `first_team`: which the first place is of.
-  __device__ static GroupParts by_shares(
-      const DecodeProblem& problem, const GroupPlace& place, int64_t first_team) {
-    const int rows = problem.rows_of_slot;
-    const int count = static_cast<int>(quotient(place.first + place.tiles - 1, place.share) - first_team) + 1;
-    const int64_t slot = slot_of(problem, first_team, place.index, place.group, 0, true);
-    const int64_t next = slot_of(problem, first_team + 1, place.index, place.group, 0, false);
-    return {
-        count, static_cast<int>(slot * rows), static_cast<int>(next * rows),
-        (problem.slots_by_group ? 1 : 2) * problem.team * rows, rows};
-  }
-
-  // The same, by all lengths, of up to one sequence for each thread. Called by the whole CTA.
-  template <int TILE, bool LEAVES>
-  __device__ static GroupParts by_lengths(
-      const DecodeProblem& problem, int index, int group, const Sequence& sequence) {
-    struct Sums {
-      int64_t before;  // tiles of one item of the sequences before
-      TileCounts all;
-      PrefillLoad load;
-    };
-    __shared__ Sums of_warps[kMergeThreads / 32];
-    __shared__ GroupParts found;
-    const int thread = threadIdx.x, sequences = problem.num_sequences;
-    Sums sums{0, {0, 0}, {0, 0}};
-    if (thread / 32 * 32 < sequences) {
-      if (thread < sequences) {
-        const Sequence another = sequence_of<TILE>(problem, thread);
-        sums.all = TileCounts::of(another.tiles);
-        if (thread < index) sums.before = another.tiles;
-        sums.load = prefill_load_of<LEAVES>(problem, thread, another);
-      }
-#pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2) {
-        sums.before += __shfl_xor_sync(0xFFFFFFFF, sums.before, distance);
-        sums.all.total += __shfl_xor_sync(0xFFFFFFFF, sums.all.total, distance);
-      }
-      sums.all.most = __reduce_max_sync(0xFFFFFFFF, sums.all.most);
-      if constexpr (LEAVES) sums.load = sums.load.of_warp();
+// The parts of a group by all lengths, of one sequence for each thread at most. Called by the whole CTA.
+template <int TILE, bool LEAVES>
+__device__ inline GroupParts parts_by_lengths(
+    const DecodeProblem& problem, int index, int group, const Sequence& sequence) {
+  struct Sums {
+    int64_t before;  // tiles of one item of the sequences before
+    TileCounts all;
+    PrefillLoad load;
+  };
+  __shared__ Sums of_warps[kMergeThreads / 32];
+  __shared__ GroupParts found;
+  const int thread = threadIdx.x, sequences = problem.num_sequences;
+  Sums sums{0, {0, 0}, {0, 0}};
+  if (thread / 32 * 32 < sequences) {
+    if (thread < sequences) {
+      const Sequence another = sequence_of<TILE>(problem, thread);
+      sums.all = TileCounts::of(another.tiles);
+      if (thread < index) sums.before = another.tiles;
+      sums.load = prefill_load_of<LEAVES>(problem, thread, another);
     }
-    if (thread % 32 == 0) of_warps[thread / 32] = sums;
-    __syncthreads();
-    if (thread < 32) {  // the other warps leave it the units for whole numbers
 #pragma unroll
-      for (int other = 1; other < kMergeThreads / 32; ++other) {
-        sums.before += of_warps[other].before, sums.all.add(of_warps[other].all);
-        if constexpr (LEAVES) sums.load.add(of_warps[other].load);
-      }
-      const Shares shares = shares_of(problem, sums.all, sums.load);
-      const int64_t before = shares.span > 0 ? static_cast<int64_t>(index) * shares.span : sums.before;
-      const GroupPlace place(problem, index, group, before * problem.groups, sequence.tiles, shares);
-      const GroupParts parts = by_shares(problem, place, quotient(place.first, place.share));
-      if (thread == 0) found = parts;
+    for (int distance = 16; distance > 0; distance /= 2) {
+      sums.before += __shfl_xor_sync(0xFFFFFFFF, sums.before, distance);
+      sums.all.total += __shfl_xor_sync(0xFFFFFFFF, sums.all.total, distance);
     }
-    __syncthreads();
-    return found;
+    sums.all.most = __reduce_max_sync(0xFFFFFFFF, sums.all.most);
+    if constexpr (LEAVES) sums.load = sums.load.of_warp();
   }
-
-  __device__ int row_of(int part) const { return part == 0 ? first : second + (part - 1) * step; }
-};
+  if (thread % 32 == 0) of_warps[thread / 32] = sums;
+  __syncthreads();
+  if (thread < 32) {  // the other warps leave it the units for whole numbers
+#pragma unroll
+    for (int other = 1; other < kMergeThreads / 32; ++other) {
+      sums.before += of_warps[other].before, sums.all.add(of_warps[other].all);
+      if constexpr (LEAVES) sums.load.add(of_warps[other].load);
+    }
+    const Shares shares = shares_of(problem, sums.all, sums.load);
+    const int64_t before = shares.span > 0 ? static_cast<int64_t>(index) * shares.span : sums.before;
+    const GroupPlace place(index, group, before * problem.groups, sequence.tiles, shares);
+    const GroupParts parts = GroupParts::by_shares(problem, place, quotient(place.first, place.share));
+    if (thread == 0) found = parts;
+  }
+  __syncthreads();
+  return found;
+}
 
 // A lane's columns of a row, four and four kDistance farther on, and what they are relative to.
 struct RowColumns {
@@ -192,34 +150,9 @@ __device__ inline RowColumns join_parts(
   return joined;
 }
 
-// A group of items whose parts are joined: the one that the cut before team `cut` + 1 lies in. The launch before
-// tells where teams start, so it has to end first. Of the cuts in one group the first one counts.
-struct CutGroup {
-  int index, group;
-  GroupParts parts;
-
-  __device__ static CutGroup at(const DecodeProblem& problem, int64_t cut) {
-    const TeamStart start = problem.team_starts[cut + 1];
-    if (start.tiles == 0) return CutGroup{};
-    const Shares shares{start.share, start.span};
-    const int64_t after = (cut + 1) * start.share - start.before;
-    const int group = problem.groups == 1 ? 0 : static_cast<int>(quotient(after, shares.places_of(start.tiles)));
-    const GroupPlace place(problem, start.sequence, group, start.before, start.tiles, shares);
-    if (quotient(place.first, place.share) != cut) return CutGroup{};
-    return {start.sequence, group, GroupParts::by_shares(problem, place, cut)};
-  }
-
-  template <int TILE, bool LEAVES>
-  __device__ static CutGroup of(const DecodeProblem& problem, int index, int group, const Sequence& sequence) {
-    return {
-        index, group,
-        problem.parts > 0 ? GroupParts::by_own_length(problem, index, group, sequence.tiles)
-                          : GroupParts::by_lengths<TILE, LEAVES>(problem, index, group, sequence)};
-  }
-};
-
-// The CTAs (blockIdx.y) of a group of items (blockIdx.x) have some groups of lanes for each piece of each of its
-// rows, one behind the other where there are fewer. The sink is joined in once.
+// Each group of items, or each cut between teams where the launch before tells where these start, has some CTAs
+// (blockIdx.x). They have a group of lanes for each piece of each row, or some where there are many parts, and join
+// one piece behind the other where they are too few (blockIdx.y). The sink is joined in once.
 template <int TILE, bool LEAVES>
 __global__ void __launch_bounds__(kMergeThreads, kMergingCtasAtOnce)
     merge_parts(const __grid_constant__ DecodeProblem problem) {
@@ -230,22 +163,27 @@ __global__ void __launch_bounds__(kMergeThreads, kMergingCtasAtOnce)
   Sequence sequence;
   if (problem.team_starts != nullptr) {
     await_dependency();
-    cut = CutGroup::at(problem, number);
+    cut = CutGroup::at(problem, number, problem.team_starts[number + 1]);
     if (cut.parts.count <= 1) return;
     sequence = sequence_of<TILE>(problem, cut.index);
   } else {
-    const int index = number / problem.groups;
-    sequence = sequence_of<TILE>(problem, index);
-    cut = CutGroup::of<TILE, LEAVES>(problem, index, number - index * problem.groups, sequence);
+    cut.index = number / problem.groups, cut.group = number - cut.index * problem.groups;
+    sequence = sequence_of<TILE>(problem, cut.index);
+    cut.parts = problem.parts > 0
+                    ? GroupParts::by_own_length(problem, cut.index, cut.group, sequence.tiles)
+                    : parts_by_lengths<TILE, LEAVES>(problem, cut.index, cut.group, sequence);
   }
-  const int groups = 1 << problem.joining_shift;
+  // A lane weighs a part at once. Two of them one behind the other are joined as soon as by two groups of lanes.
+  const int shift = cut.parts.count <= 2 * kLanesOfJoin
+                        ? 0 : min(32 - __clz((cut.parts.count - 1) / kLanesOfJoin), kMostJoiningShift);
+  const int groups = 1 << shift;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rows = min(min(sequence.query_length, problem.most_tokens) * problem.heads_of_tile, problem.rows_of_slot);
-  const int stop = rows * problem.pieces_of_rows() << problem.joining_shift;
+  const int stop = rows * problem.pieces_of_rows() << shift;
 #pragma unroll 1
   for (int first = blockIdx.y * kGroupsOfMerge; first < stop; first += gridDim.y * kGroupsOfMerge) {
     const int own = first + static_cast<int>(threadIdx.x) / kLanesOfJoin;
-    const int piece = own >> problem.joining_shift, group = own - (piece << problem.joining_shift);
+    const int piece = own >> shift, group = own - (piece << shift);
     const int row = problem.by_pieces_of_rows.quotient(piece);
     const int piece_of_rows = piece - row * problem.pieces_of_rows();
     const int member = problem.by_pieces_of_row.quotient(piece_of_rows);

@@ -24,13 +24,15 @@ enum class ItemRows {
 inline constexpr int kMostOfTeam = 8;
 // Shares that cut no more than they must may be larger than equal ones by 1 / kSharesOfSlack.
 inline constexpr int kSharesOfSlack = 16;
-// CTAs that join parts: groups of so many lanes have eight columns each.
+// CTAs that join parts: each lane of a group has eight columns.
 inline constexpr int kMergeThreads = 128;
 inline constexpr int kMergingCtasAtOnce = 4;  // on a multiprocessor
 inline constexpr int kLanesOfJoin = 8;
+inline constexpr int kMostJoiningShift = 4;  // of the number of groups that share the parts of the same columns
 inline constexpr int kColumnsOfJoin = 8 * kLanesOfJoin;
 inline constexpr int kGroupsOfMerge = kMergeThreads / kLanesOfJoin;
 inline constexpr int kGroupsOfWarp = 32 / kLanesOfJoin;
+static_assert(1 << kMostJoiningShift == kGroupsOfMerge);
 
 // One float for each head, in device memory; null: none given.
 struct HeadFloats {
@@ -115,7 +117,6 @@ struct DecodeProblem {
   // Where teams start: written by the first launch where it is not null. Then the CTAs that join parts have a cut
   // between teams each, else a group of items.
   TeamStart* team_starts;
-  int joining_shift;      // 2 to this power groups of lanes share the parts of the same columns
   SmallDivisor by_pieces_of_row, by_pieces_of_rows;
   // Of items that CTAs of prefill attention took: it is launched after and finds 0 here. Null: it is not launched.
   unsigned long long* prefill_counter;

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "decode_schedule.cuh"
+#include "decode_sequence.cuh"
 #include "decode_tile.cuh"
 
 namespace torch_pagedkv {

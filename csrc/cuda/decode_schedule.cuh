@@ -1,4 +1,4 @@
-// Who reads which keys: rows of a sequence, the tiles that they see, and a warp's way through its share of them.
+// Which tiles a warp reads: its way through a share of them, or through a part of one item.
 //
 // Tiles lie at multiples of their size whatever the window, so a window that hides nothing changes no
 // bit. An item is one sequence with one KV head (and one tile of heads). Items whose heads lie side by

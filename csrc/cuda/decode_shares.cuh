@@ -1,10 +1,11 @@
 // How teams of warps share out all tiles, where num_splits is 0.
 //
 // All tiles have one order: sequence by sequence, group of items by group, tile by tile. Team k takes those from
-// k * share on, so every warp reads as much, and an item may be cut wherever a share ends. Parts of items have to
-// be joined, so where sequences are about as long as each other, and whole numbers of shares make a group or of
-// groups a share, shares are made that large: each sequence then has as many places in the order as the longest,
-// and the last ones may be empty. The last teams have none where multiprocessors are left to prefill attention.
+// k * share on, so every warp reads as much, and an item may be cut wherever a share ends. Parts have to be joined,
+// so where sequences are about as long as each other, and where it makes shares but little larger, a group is a
+// whole number of shares, or a share a whole number of groups: each sequence then has as many places in the order
+// as the longest, and the last ones may be empty. The last teams have none where multiprocessors are left to
+// prefill attention.
 
 #pragma once
 
@@ -15,7 +16,7 @@ namespace torch_pagedkv {
 
 // Tiles of one item of some sequences.
 struct TileCounts {
-  static constexpr uint32_t kIdle = UINT32_MAX;
+  static constexpr uint32_t kIdle = UINT32_MAX;  // such a sequence has no places that a walk could count
 
   int64_t total;
   uint32_t most;  // of a sequence; kIdle where one of them has none

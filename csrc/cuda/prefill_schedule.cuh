@@ -3,9 +3,9 @@
 
 #pragma once
 
-#include "decode_schedule.cuh"
 #include "hopper_copies.cuh"
 #include "hopper_products.cuh"
+#include "key_range.cuh"
 #include "prefill_problem.h"
 
 namespace torch_pagedkv {

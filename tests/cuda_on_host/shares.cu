@@ -1,6 +1,6 @@
 // How CTAs share out the tiles of decode attention, run on the host over random batches: every tile of
-// every short sequence is taken once, the parts of an item are the ones that the merge looks for, and
-// their slots are their own; sequences about as long as each other are cut no more than they must; where
+// every short sequence is taken once, the parts of an item are the ones that the merge looks for, by groups
+// and by cuts, and their slots are their own; sequences about as long as each other are cut no more than they must; where
 // prefill attention runs beside it, warps of some multiprocessors have nothing. Prints how many of these
 // are wrong.
 
@@ -12,7 +12,7 @@
 #include <tuple>
 #include <vector>
 
-#include "cuda/decode_schedule.cuh"
+#include "cuda/decode_parts.cuh"
 
 using namespace torch_pagedkv;
 
@@ -64,6 +64,7 @@ struct Batch {
     problem.teams = 1 + random() % (random() % 2 ? 40 : 200);
     problem.least_tiles = 1 + random() % 3;
     problem.slots_by_group = random() % 2;
+    problem.rows_of_slot = 1 + random() % kRows;
     problem.beside.tokens_of_tile = random() % 2 ? 1 + static_cast<int>(random() % 128) : 0;
     problem.beside.warps = 8 - static_cast<int>(random() % 2) * 4;
     problem.beside.multiprocessors = problem.teams * problem.team / problem.beside.warps + 1 + random() % 3;
@@ -126,6 +127,21 @@ Place place_of(const DecodeProblem& problem, const Shares& shares, int64_t tile)
   }
 }
 
+// Adds the slots of the items of a group that has some to join, in their order; a group that was there already
+// has them twice.
+void add_parts(
+    const DecodeProblem& problem, const CutGroup& cut, std::map<Item, std::vector<int64_t>>& slots_of_parts) {
+  if (cut.parts.count <= 1) return;
+  for (int member = 0; member < problem.team; ++member) {
+    std::vector<int64_t>& slots = slots_of_parts[{cut.index, cut.group * problem.team + member}];
+    for (int part = 0; part < cut.parts.count; ++part) {
+      const int row = cut.parts.row_of(part) + member * cut.parts.step_of_item;
+      expect(row % problem.rows_of_slot == 0);
+      slots.push_back(row / problem.rows_of_slot);
+    }
+  }
+}
+
 void check_shares(const Batch& batch, std::mt19937& random) {
   const DecodeProblem& problem = batch.problem;
   const int items = problem.items_of_sequence();
@@ -158,13 +174,16 @@ void check_shares(const Batch& batch, std::mt19937& random) {
                             : 2 * static_cast<int64_t>(problem.teams);
   std::set<int64_t> used;
   std::map<Item, std::vector<int64_t>> slots_of_parts;
+  std::vector<TeamStart> starts(problem.teams, TeamStart{});
   for (int64_t team = 0; team < problem.teams; ++team) {
     const int64_t first = team * share, count = std::min(share, all - first);
     if (count <= 0) continue;
+    const Place start = place_of(problem, shares, first);
+    const int tiles_of_start = sequence_of<kTile>(problem, start.sequence).tiles;
+    starts[team] = {start.before, share, start.sequence, tiles_of_start, shares.span};
     for (int member = 0; member < problem.team; ++member) {
-      const Place place = place_of(problem, shares, first);
-      const Sequence sequence = sequence_of<kTile>(problem, place.sequence);
-      auto walk = Walk<kTile>::through_share(problem, team, member, place, sequence, shares, first, count);
+      const Sequence sequence = sequence_of<kTile>(problem, start.sequence);
+      auto walk = Walk<kTile>::through_share(problem, team, member, start, sequence, shares, first, count);
       while (!walk.is_done()) {
         const Segment segment = walk.next(problem);
         const Item key{segment.sequence, segment.item};
@@ -179,17 +198,20 @@ void check_shares(const Batch& batch, std::mt19937& random) {
     }
   }
   expect(taken == tiles);
-  for (const auto& [key, count] : tiles) {  // what the merge looks for
+  std::map<Item, std::vector<int64_t>> looked_for, found_by_cuts;
+  for (const auto& [key, count] : tiles) {
     const auto [index, item] = key;
-    const int64_t first_team = first_tiles[key] / share;
-    const int64_t parts = (first_tiles[key] + count - 1) / share - first_team + 1;
-    const std::vector<int64_t>& slots = slots_of_parts[key];
-    expect(parts == 1 ? slots.empty() : parts == static_cast<int64_t>(slots.size()));
-    for (int64_t part = 0; parts > 1 && part < parts; ++part) {
-      const int group = item / problem.team, member = item % problem.team;
-      expect(slots[part] == slot_of(problem, first_team + part, index, group, member, part == 0));
-    }
+    if (item % problem.team != 0) continue;
+    const int group = item / problem.team;
+    const int64_t before = first_tiles[key] - static_cast<int64_t>(group) * shares.places_of(count);
+    const GroupPlace place(index, group, before, count, shares);
+    add_parts(problem, {index, group, GroupParts::by_shares(problem, place, place.first / share)}, looked_for);
   }
+  for (int64_t cut = 0; cut + 1 < problem.teams; ++cut) {
+    add_parts(problem, CutGroup::at(problem, cut, starts[cut + 1]), found_by_cuts);
+  }
+  expect(looked_for == slots_of_parts);
+  expect(found_by_cuts == slots_of_parts);
 }
 
 // The parts of items that are cut by their own length: none is empty, and no two have one slot.
