@@ -260,10 +260,10 @@ def swapped_space(num_blocks=12, **options):
     return cache, swap_space, everything
 
 
-def keep_busy(stream):
-    """Let a stream do nothing for a fifth of a second; what is enqueued there comes after."""
+def keep_busy(stream, seconds=0.2):
+    """Let a stream do nothing for so long; what is enqueued there comes after."""
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(400_000_000)
+        torch.cuda._sleep(int(seconds * 2_000_000_000))
         return stream.record_event()
 
 
@@ -275,12 +275,12 @@ def test_bytes_cross_the_bus_while_the_main_stream_computes():
     main = torch.cuda.current_stream()
     torch.cuda.synchronize()
     swap_space.swap_out(everything)
-    computed = keep_busy(main)
+    computed = keep_busy(main, seconds=2)  # others may use the GPU, too
     swap_space._stream.synchronize()
     assert not computed.query()
     cache.storage.zero_()
     torch.cuda.synchronize()
-    computed = keep_busy(main)
+    computed = keep_busy(main, seconds=2)
     swap_space.swap_in(everything)
     swap_space._stream.synchronize()
     assert not computed.query()
