@@ -61,7 +61,7 @@ int64_t teams_of_alike(int64_t resident, int64_t groups) {
 // Teams of warps that share out the tiles, and the slots of their partial results.
 void share_out(
     DecodeProblem& problem, const DecodeVariant& variant, int warps, int32_t device) {
-  const int64_t groups = static_cast<int64_t>(problem.num_sequences) * problem.groups;
+  const int64_t groups = problem.groups_of_all();
   const int64_t rows = static_cast<int64_t>(problem.num_tokens) * problem.num_heads;
   const int64_t most_tiles = tiles_of_longest(problem, variant);
   const int64_t multiprocessors =
@@ -85,8 +85,7 @@ void share_out(
 // that run at once as a few parts of each row take. Any group may have most of the parts, so each gets its share of
 // half of them anyway; more that have nothing to do cost more than they save.
 dim3 merging_grid(const DecodeProblem& problem, int32_t device) {
-  const int64_t groups = static_cast<int64_t>(problem.num_sequences) * problem.groups;
-  const int64_t cut = problem.team_starts ? problem.teams - 1 : groups;
+  const int64_t cut = problem.team_starts ? problem.teams - 1 : problem.groups_of_all();
   const int64_t pieces = static_cast<int64_t>(problem.rows_of_slot) * problem.pieces_of_rows();
   const auto ctas = [](int64_t lanes) { return (lanes + kGroupsOfMerge - 1) / kGroupsOfMerge; };
   const int64_t at_once = device_attribute(kOp, cudaDevAttrMultiProcessorCount, device) * kMergingCtasAtOnce;
@@ -166,9 +165,9 @@ void attend_short_and_long(
   const bool is_cut = problem.partial_rows > 0;
   if (is_cut || problem.lse == nullptr) {
     // There are fewer cuts than groups of items, or more sequences than a CTA's threads can look at.
-    const int64_t groups = static_cast<int64_t>(problem.num_sequences) * problem.groups;
-    const bool tells_starts = is_cut && num_splits == 0 &&
-                              (problem.teams <= groups || problem.num_sequences > kMergeThreads);
+    const bool tells_starts =
+        is_cut && num_splits == 0 &&
+        (problem.teams <= problem.groups_of_all() || problem.num_sequences > kMergeThreads);
     constexpr int64_t kFloatsOfStart = sizeof(TeamStart) / sizeof(float);
     const int64_t starts = tells_starts ? problem.teams * kFloatsOfStart : 0;
     const int64_t size = problem.partial_rows * (problem.value_dim + 2);

@@ -139,6 +139,9 @@ struct DecodeProblem {
     inverse_team = ((1u << 31) + team - 1) / team;
   }
 
+  // Groups of items, of all sequences.
+  int64_t groups_of_all() const { return static_cast<int64_t>(num_sequences) * groups; }
+
   // warp / team, for warps up to 2**25: as many run at once on no GPU.
   __host__ __device__ int64_t team_of_warp(int64_t warp) const {
     return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(warp)) * inverse_team >> 31);
