@@ -178,8 +178,6 @@ void attend_short_and_long(
     if (starts > 0) problem.team_starts = reinterpret_cast<TeamStart*>(memory);
     problem.partials = memory + starts;
     if (lses > 0) problem.lse = problem.partials + size;
-    problem.by_pieces_of_row = SmallDivisor(problem.pieces_of_row());
-    problem.by_pieces_of_rows = SmallDivisor(problem.pieces_of_rows());
   }
   const cudaStream_t stream = current_stream(device);
   check_cuda(kOp, variant.request_memory(device, most_of_cta));
@@ -188,6 +186,8 @@ void attend_short_and_long(
   const bool is_beside = problem.beside.tokens_of_tile > 0;
   if (is_beside) attend_prefill(problem, key_cache, value_cache);
   if (problem.partial_rows > 0 && items > 0) {
+    problem.by_pieces_of_row = SmallDivisor(problem.pieces_of_row());
+    problem.by_pieces_of_rows = SmallDivisor(problem.pieces_of_rows());
     const bool can_overlap = device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 9;
     check_cuda(kOp, variant.merge(problem, merging_grid(problem, device), can_overlap, stream));
   }

@@ -110,7 +110,7 @@ __device__ inline RowColumns join_parts(
   const int64_t stride = static_cast<int64_t>(parts.step) * step * problem.value_dim;
   const float* values = PartialRow(problem, parts.row_of(first) + row).values + column;
   const float* later = PartialRow(problem, parts.row_of(first + step) + row).values + column;
-  // Of the columns.
+  // Parts that have something in this lane's columns: past the last column none.
   const int width = column < problem.value_dim ? parts.count : 0;
   const int width_of_others = column + RowColumns::kDistance < problem.value_dim ? parts.count : 0;
   RowColumns joined{-INFINITY, 0.0f, {}};

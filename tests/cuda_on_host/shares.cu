@@ -1,8 +1,8 @@
 // How CTAs share out the tiles of decode attention, run on the host over random batches: every tile of
 // every short sequence is taken once, the parts of an item are the ones that the merge looks for, by groups
-// and by cuts, and their slots are their own; sequences about as long as each other are cut no more than they must; where
-// prefill attention runs beside it, warps of some multiprocessors have nothing. Prints how many of these
-// are wrong.
+// and by cuts, and their slots are their own; sequences about as long as each other are cut no more than
+// they must; where prefill attention runs beside it, warps of some multiprocessors have nothing. Prints how
+// many of these are wrong.
 
 #include <algorithm>
 #include <cstdio>
@@ -103,7 +103,7 @@ void check_left(DecodeProblem problem, const PrefillLoad& load, const TileCounts
 
 // Shares of sequences about as long as each other: little more than equal ones, and cuts where they cost nothing.
 void check_aligned(const DecodeProblem& problem, const TileCounts& counts, const Shares& shares) {
-  const int64_t teams = problem.teams, groups = static_cast<int64_t>(problem.num_sequences) * problem.groups;
+  const int64_t teams = problem.teams, groups = problem.groups_of_all();
   const int64_t equal = std::max<int64_t>((counts.total * problem.groups + teams - 1) / teams, problem.least_tiles);
   if (shares.span == 0) {
     expect(shares.of_team >= equal);
@@ -170,7 +170,7 @@ void check_shares(const Batch& batch, std::mt19937& random) {
     before += places;
   }
   const int64_t pairs = problem.slots_by_group
-                            ? problem.teams + static_cast<int64_t>(problem.num_sequences) * problem.groups - 1
+                            ? problem.teams + problem.groups_of_all() - 1
                             : 2 * static_cast<int64_t>(problem.teams);
   std::set<int64_t> used;
   std::map<Item, std::vector<int64_t>> slots_of_parts;
