@@ -27,7 +27,7 @@ FILES = [
 ]  # fmt: skip
 # Whole graphs and pools of gigabytes say nothing here that the rest does not.
 LEFT_OUT = "cpu and not compiled and not past_2_to and not far_apart and not dynamic"
-CAPABILITIES = ["baseline", "avx2", "avx512", "avx512_bf16"]
+CAPABILITIES = ["baseline", "avx2", "avx512", "avx512_vbmi", "avx512_bf16"]
 
 
 def runtimes() -> str:

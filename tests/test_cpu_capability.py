@@ -14,7 +14,7 @@ import torch_pagedkv
 from torch_pagedkv import native
 
 VARIABLE = "TORCH_PAGEDKV_CPU_CAPABILITY"
-CAPABILITIES = ("baseline", "avx2", "avx512", "avx512_bf16")
+CAPABILITIES = ("baseline", "avx2", "avx512", "avx512_vbmi", "avx512_bf16")
 TESTS = Path(__file__).parent
 STEMS = ("paged_attention", "reshape_and_cache", "gather_kv", "merge_attention_states")
 
@@ -48,8 +48,10 @@ def test_a_set_that_does_not_exist_is_refused():
     assert "got avx1024" in named.stderr
 
 
-def test_the_best_set_is_chosen_without_the_variable():
+def test_the_fastest_set_is_chosen_without_the_variable():
     runnable = [c for c in CAPABILITIES if name_of(c).returncode == 0]
+    if "GenuineIntel" in Path("/proc/cpuinfo").read_text() and "avx512_bf16" in runnable:
+        runnable.remove("avx512_bf16")  # its products of bfloat16 take twice as long as those of float32
     assert name_of("").stdout.strip() == runnable[-1]
 
 

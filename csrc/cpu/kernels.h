@@ -1,8 +1,8 @@
 // The kernels that exist once for each instruction set, and which of them this process uses.
 //
-// One library holds all of them. The best set that the machine has is taken, once; the environment
+// One library holds all of them. The fastest set that the machine has is taken, once; the environment
 // variable TORCH_PAGEDKV_CPU_CAPABILITY names another one, as for a test of it: baseline, avx2,
-// avx512 or avx512_bf16.
+// avx512, avx512_vbmi or avx512_bf16.
 
 #pragma once
 

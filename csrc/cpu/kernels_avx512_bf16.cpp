@@ -16,6 +16,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")
 
+#define TORCH_PAGEDKV_AVX512_VBMI
 #define TORCH_PAGEDKV_AVX512_BF16
 
 namespace torch_pagedkv {

@@ -5,8 +5,6 @@
 #define TORCH_PAGEDKV_STREAMS
 
 inline constexpr int kLanes = 8;
-inline constexpr bool kHasBfloat16Dot = false;
-inline constexpr bool kHasBytePermute = false;
 inline constexpr int kTileRows = 6, kTileVectors = 2;  // registers of a product's tile
 
 typedef float Float __attribute__((vector_size(32)));

@@ -5,13 +5,6 @@
 #define TORCH_PAGEDKV_STREAMS
 
 inline constexpr int kLanes = 16;
-#ifdef TORCH_PAGEDKV_AVX512_BF16
-inline constexpr bool kHasBfloat16Dot = true;
-inline constexpr bool kHasBytePermute = true;
-#else
-inline constexpr bool kHasBfloat16Dot = false;
-inline constexpr bool kHasBytePermute = false;
-#endif
 inline constexpr int kTileRows = 6, kTileVectors = 4;  // registers of a product's tile
 
 typedef float Float __attribute__((vector_size(64)));
@@ -145,6 +138,10 @@ inline void store_bfloat16_pairs(uint32_t* target, Float x) {
   _mm256_storeu_si256(
       reinterpret_cast<__m256i*>(target), (__m256i)_mm512_cvtneps_pbh((__m512)x));
 }
+
+#endif
+
+#ifdef TORCH_PAGEDKV_AVX512_VBMI
 
 // Each byte of a bfloat16 for each of the 128 magnitudes of an fp8 format.
 template <class Format>

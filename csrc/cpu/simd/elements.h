@@ -5,7 +5,7 @@
 // An operand is a vector of 32-bit units: a float32 each (Float32Units), or a pair of bfloat16 where
 // the machine multiplies such pairs (Bfloat16Units). Pairs are neighbours along the sum: two elements
 // of a key, or the same element of two adjacent values. A step of elements may come out in another
-// order, which key_order and value_order tell.
+// order, which key_order and value_order tell; both keep runs of kRun elements together.
 //
 // Few rows may take two keys together, half a step of each in a vector: half as many sums to add up
 // in the end.
@@ -18,6 +18,7 @@ struct Float32Units {
   static constexpr int kValueVectors = 1;
   static constexpr int kPair = 1;          // factors in a unit
   static constexpr int kKeysTogether = 1;  // of a vector of keys, where rows are few
+  static constexpr int kRun = 4;
 
   static constexpr int key_order(int i) { return i; }
   static constexpr int value_order(int i) { return i; }
@@ -32,14 +33,40 @@ struct Float32Units {
   }
 };
 
-#ifdef TORCH_PAGEDKV_AVX512_BF16
+// Pairs of bfloat16 as float32: the even ones, then the odd ones. Nothing has to cross lanes.
+inline void split_pairs(Bits pairs, Bits& even, Bits& odd) {
+  even = pairs << 16;
+  odd = pairs & 0xFFFF0000u;
+}
 
-inline Bits low_pairs(__m512i a, __m512i b) { return (Bits)_mm512_unpacklo_epi16(a, b); }
-inline Bits high_pairs(__m512i a, __m512i b) { return (Bits)_mm512_unpackhi_epi16(a, b); }
+template <>
+struct Float32Units<Bfloat16> {
+  static constexpr int kBytes = 2;
+  static constexpr int kStep = 2 * kLanes;
+  static constexpr int kKeyVectors = 2;
+  static constexpr int kValueVectors = 2;
+  static constexpr int kPair = 1;
+  static constexpr int kKeysTogether = 1;
+  static constexpr int kRun = 1;
 
-// Where the element stands that fp8_to_bfloat16 and then unpacking put into lane i of 64.
-constexpr int order_of_unpacked(int i) {
-  return i % 16 / 4 * 16 + i / 32 * 8 + i / 16 % 2 * 4 + i % 4;
+  static constexpr int key_order(int i) { return i % kLanes * 2 + i / kLanes; }
+  static constexpr int value_order(int i) { return key_order(i); }
+  static void load_keys(const char* source, Bits (&units)[2]) {
+    split_pairs(load_bits(source), units[0], units[1]);
+  }
+  static void load_values(const char* const* rows, int64_t offset, Bits (&units)[2]) {
+    load_keys(rows[0] + offset, units);
+  }
+  static Float multiply_add_units(Bits a, Bits b, Float c) {
+    return multiply_add((Float)a, (Float)b, c);
+  }
+};
+
+#ifdef TORCH_PAGEDKV_AVX512_VBMI
+
+// Where the element stands that fp8_to_bfloat16 and then split_pairs put into lane i of 64.
+constexpr int order_of_split(int i) {
+  return i % 16 / 4 * 16 + i / 32 * 8 + i % 4 * 2 + i / 16 % 2;
 }
 
 template <class Format>
@@ -50,17 +77,15 @@ struct Float32Units<Fp8<Format>> {
   static constexpr int kValueVectors = 4;
   static constexpr int kPair = 1;
   static constexpr int kKeysTogether = 1;
+  static constexpr int kRun = 1;
 
-  static constexpr int key_order(int i) { return order_of_unpacked(i); }
-  static constexpr int value_order(int i) { return order_of_unpacked(i); }
+  static constexpr int key_order(int i) { return order_of_split(i); }
+  static constexpr int value_order(int i) { return order_of_split(i); }
   static void load_keys(const char* source, Bits (&units)[4]) {
-    const __m512i zero = _mm512_setzero_si512();
-    Bits stored[2];
-    fp8_to_bfloat16<Format>(load_512(source), stored[0], stored[1]);
-    for (int i = 0; i < 2; ++i) {
-      units[2 * i] = low_pairs(zero, (__m512i)stored[i]);
-      units[2 * i + 1] = high_pairs(zero, (__m512i)stored[i]);
-    }
+    Bits first, second;
+    fp8_to_bfloat16<Format>(load_512(source), first, second);
+    split_pairs(first, units[0], units[1]);
+    split_pairs(second, units[2], units[3]);
   }
   static void load_values(const char* const* rows, int64_t offset, Bits (&units)[4]) {
     load_keys(rows[0] + offset, units);
@@ -69,6 +94,18 @@ struct Float32Units<Fp8<Format>> {
     return multiply_add((Float)a, (Float)b, c);
   }
 };
+
+#endif
+
+#ifdef TORCH_PAGEDKV_AVX512_BF16
+
+inline Bits low_pairs(__m512i a, __m512i b) { return (Bits)_mm512_unpacklo_epi16(a, b); }
+inline Bits high_pairs(__m512i a, __m512i b) { return (Bits)_mm512_unpackhi_epi16(a, b); }
+
+// Where the element stands that fp8_to_bfloat16 and then unpacking put into lane i of 64.
+constexpr int order_of_unpacked(int i) {
+  return i % 16 / 4 * 16 + i / 32 * 8 + i / 16 % 2 * 4 + i % 4;
+}
 
 template <class Element>
 struct Bfloat16Units;
@@ -81,6 +118,7 @@ struct Bfloat16Units<Bfloat16> {
   static constexpr int kValueVectors = 2;
   static constexpr int kPair = 2;
   static constexpr int kKeysTogether = 1;
+  static constexpr int kRun = 4;
 
   static constexpr int key_order(int i) { return i; }
   static constexpr int value_order(int i) { return i % 16 / 4 * 8 + i / 16 * 4 + i % 4; }
@@ -101,6 +139,7 @@ struct Bfloat16Units<Fp8<Format>> {
   static constexpr int kValueVectors = 4;
   static constexpr int kPair = 2;
   static constexpr int kKeysTogether = 2;
+  static constexpr int kRun = 4;
 
   static constexpr int key_order(int i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
   static constexpr int value_order(int i) { return order_of_unpacked(i); }
@@ -133,9 +172,6 @@ inline int64_t steps_of(int64_t dim) {
   return (dim + Units::kStep - 1) / Units::kStep;
 }
 
-// Every order keeps runs of four elements together.
-inline constexpr int kRun = 4;
-
 // A query row as units that match those of keys: vectors `stride` bytes apart, each of kCopies times the
 // same elements. `row` has room for padded(dim) floats.
 template <class Units, int kCopies>
@@ -159,12 +195,12 @@ inline void load_query(
   std::memset(natural + dim * kBytes, 0, static_cast<size_t>((steps * Units::kStep - dim) * kBytes));
   constexpr int kElements = static_cast<int>(sizeof(Bits)) / kBytes / kCopies;  // of a vector
   for (int64_t first = 0; first < steps * Units::kStep; first += Units::kStep) {
-    for (int i = 0; i < Units::kStep; i += kRun) {
+    for (int i = 0; i < Units::kStep; i += Units::kRun) {
       char* target = reinterpret_cast<char*>(units) + (first + i) / kElements * stride;
       target += (first + i) % kElements * kBytes;
       const char* const run = natural + (first + Units::key_order(i)) * kBytes;
       for (int copy = 0; copy < kCopies; ++copy) {
-        std::memcpy(target + copy * kElements * kBytes, run, kRun * kBytes);
+        std::memcpy(target + copy * kElements * kBytes, run, Units::kRun * kBytes);
       }
     }
   }
@@ -174,8 +210,8 @@ inline void load_query(
 template <class Units>
 inline void order_sums(const float* sums, int64_t stride, int64_t dim, float* row) {
   for (int64_t first = 0; first < dim; first += Units::kStep, sums += stride) {
-    for (int i = 0; i < Units::kStep; i += kRun) {
-      std::memcpy(row + first + Units::value_order(i), sums + i, kRun * sizeof(float));
+    for (int i = 0; i < Units::kStep; i += Units::kRun) {
+      std::memcpy(row + first + Units::value_order(i), sums + i, Units::kRun * sizeof(float));
     }
   }
 }

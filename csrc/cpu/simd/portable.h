@@ -7,8 +7,6 @@
 #endif
 
 inline constexpr int kLanes = 4;
-inline constexpr bool kHasBfloat16Dot = false;
-inline constexpr bool kHasBytePermute = false;
 #ifdef __aarch64__
 inline constexpr int kTileRows = 6, kTileVectors = 4;  // registers of a product's tile
 #else
