@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergingCtasAtOnce)
   }
   // A lane weighs a part at once. Two of them one behind the other are joined as soon as by two groups of lanes.
   const int shift = cut.parts.count <= 2 * kLanesOfJoin
-                        ? 0 : min(32 - __clz((cut.parts.count - 1) / kLanesOfJoin), kMostJoiningShift);
+                        ? 0 : min(32 - __clz((cut.parts.count - 1) / kLanesOfJoin), problem.most_joining_shift);
   const int groups = 1 << shift;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rows = min(min(sequence.query_length, problem.most_tokens) * problem.heads_of_tile, problem.rows_of_slot);
