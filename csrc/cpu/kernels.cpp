@@ -45,8 +45,8 @@ struct Choices {
     add(avx512::kKernels, has_avx512);
     const bool has_vbmi = has_avx512 && __builtin_cpu_supports("avx512vbmi");
     add(avx512_vbmi::kKernels, has_vbmi);
-    // Intel's cores start a dot product of bfloat16 pairs every other cycle and two multiply-adds of
-    // float32 in each, which is twice as many products; AMD's one of either.
+    // Intel's cores start a dot product of bfloat16 pairs every second cycle, but two multiply-adds of
+    // float32 every cycle: twice as many products. AMD's Zen 4 starts one of either.
     add(avx512_bf16::kKernels,
         has_vbmi && __builtin_cpu_supports("avx512bf16"),
         !__builtin_cpu_is("intel"));

@@ -82,28 +82,17 @@ void share_out(
 }
 
 // CTAs that join parts, for each group of items, or for each cut where teams tell of their starts: as many of those
-// that run at once as a few parts of each row take. Any group may have most of the parts, so each gets its share of one
-// on each multiprocessor anyway: these start while decode attention still runs, any more of them when it has ended.
+// that run at once as a few parts of each row take. Any group may have most of the parts, so each gets at least its
+// share of one CTA for each multiprocessor. About so many start before decode attention ends; more start after it.
 dim3 merging_grid(const DecodeProblem& problem, int32_t device) {
   const int64_t cut = problem.team_starts ? problem.teams - 1 : problem.groups_of_all();
   const int64_t pieces = static_cast<int64_t>(problem.rows_of_slot) * problem.pieces_of_rows();
-  const auto ctas = [](int64_t lanes) { return (lanes + kGroupsOfMerge - 1) / kGroupsOfMerge; };
+  const auto ctas = [](int64_t lane_groups) { return (lane_groups + kGroupsOfMerge - 1) / kGroupsOfMerge; };
   const int64_t multiprocessors = device_attribute(kOp, cudaDevAttrMultiProcessorCount, device);
   const int64_t of_few = std::min(ctas(pieces), multiprocessors * kMergingCtasAtOnce / cut);
   const int64_t of_many = std::min(ctas(pieces << kMostJoiningShift), multiprocessors / cut);
   const int64_t of_each = std::max({of_few, of_many, int64_t{1}});
   return dim3(static_cast<unsigned>(cut), static_cast<unsigned>(of_each));
-}
-
-// How far the parts of the same columns are shared by groups of lanes, so that all of them run at once. With num_splits
-// the order in which parts are joined does not follow the batch.
-int most_joining_shift(const DecodeProblem& problem, const dim3& grid) {
-  if (problem.parts > 0) return kMostJoiningShift;
-  const int lanes = static_cast<int>(grid.y) * kGroupsOfMerge;
-  const int pieces = problem.rows_of_slot * problem.pieces_of_rows();
-  int shift = 0;
-  while (shift < kMostJoiningShift && pieces << (shift + 1) <= lanes) ++shift;
-  return shift;
 }
 
 // Whether 32 bits hold the strides of blocks and of their rows.
@@ -200,9 +189,7 @@ void attend_short_and_long(
     problem.by_pieces_of_row = SmallDivisor(problem.pieces_of_row());
     problem.by_pieces_of_rows = SmallDivisor(problem.pieces_of_rows());
     const bool can_overlap = device_attribute(kOp, cudaDevAttrComputeCapabilityMajor, device) >= 9;
-    const dim3 grid = merging_grid(problem, device);
-    problem.most_joining_shift = most_joining_shift(problem, grid);
-    check_cuda(kOp, variant.merge(problem, grid, can_overlap, stream));
+    check_cuda(kOp, variant.merge(problem, merging_grid(problem, device), can_overlap, stream));
   }
   if (problem.prefill_counter != nullptr && !is_beside) {
     attend_prefill(problem, key_cache, value_cache);

@@ -150,6 +150,18 @@ __device__ inline RowColumns join_parts(
   return joined;
 }
 
+// How many groups of lanes, as a shift, share the parts of the same columns: no more than there are, but with num_splits,
+// where the order in which parts are joined must not follow the batch.
+__device__ inline int joining_shift(const DecodeProblem& problem, int parts, int pieces) {
+  // A lane weighs a part at once. Two of them one behind the other are joined as soon as by two groups.
+  if (parts <= 2 * kLanesOfJoin) return 0;
+  int shift = min(32 - __clz((parts - 1) / kLanesOfJoin), kMostJoiningShift);
+  const int lane_groups = static_cast<int>(gridDim.y) * kGroupsOfMerge;
+#pragma unroll 1
+  while (problem.parts == 0 && shift > 0 && pieces << shift > lane_groups) --shift;
+  return shift;
+}
+
 // Each group of items, or each cut between teams where the launch before tells where these start, has some CTAs
 // (blockIdx.x). They have a group of lanes for each piece of each row, or some where there are many parts, and join
 // one piece behind the other where they are too few (blockIdx.y). The sink is joined in once.
@@ -173,13 +185,12 @@ __global__ void __launch_bounds__(kMergeThreads, kMergingCtasAtOnce)
                     ? GroupParts::by_own_length(problem, cut.index, cut.group, sequence.tiles)
                     : parts_by_lengths<TILE, LEAVES>(problem, cut.index, cut.group, sequence);
   }
-  // A lane weighs a part at once. Two of them one behind the other are joined as soon as by two groups of lanes.
-  const int shift = cut.parts.count <= 2 * kLanesOfJoin
-                        ? 0 : min(32 - __clz((cut.parts.count - 1) / kLanesOfJoin), problem.most_joining_shift);
+  const int rows = min(min(sequence.query_length, problem.most_tokens) * problem.heads_of_tile, problem.rows_of_slot);
+  const int pieces = rows * problem.pieces_of_rows();
+  const int shift = joining_shift(problem, cut.parts.count, pieces);
   const int groups = 1 << shift;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rows = min(min(sequence.query_length, problem.most_tokens) * problem.heads_of_tile, problem.rows_of_slot);
-  const int stop = rows * problem.pieces_of_rows() << shift;
+  const int stop = pieces << shift;
 #pragma unroll 1
   for (int first = blockIdx.y * kGroupsOfMerge; first < stop; first += gridDim.y * kGroupsOfMerge) {
     const int own = first + static_cast<int>(threadIdx.x) / kLanesOfJoin;

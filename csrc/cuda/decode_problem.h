@@ -117,9 +117,7 @@ struct DecodeProblem {
   // Where teams start: written by the first launch where it is not null. Then the CTAs that join parts have a cut
   // between teams each, else a group of items.
   TeamStart* team_starts;
-  // Set where parts are joined.
-  SmallDivisor by_pieces_of_row, by_pieces_of_rows;
-  int most_joining_shift;  // of the number of groups of lanes that share the parts of the same columns
+  SmallDivisor by_pieces_of_row, by_pieces_of_rows;  // set where parts are joined
   // Of items that CTAs of prefill attention took: it is launched after and finds 0 here. Null: it is not launched.
   unsigned long long* prefill_counter;
   PrefillBeside beside;

@@ -10,14 +10,22 @@
 // Few rows may take two keys together, half a step of each in a vector: half as many sums to add up
 // in the end.
 
+// Products of float32.
+struct Float32Products {
+  static constexpr int kPair = 1;          // factors in a unit
+  static constexpr int kKeysTogether = 1;  // of a vector of keys, where rows are few
+
+  static Float multiply_add_units(Bits a, Bits b, Float c) {
+    return multiply_add((Float)a, (Float)b, c);
+  }
+};
+
 template <class Element>
-struct Float32Units {
+struct Float32Units : Float32Products {
   static constexpr int kBytes = Element::kBytes;
   static constexpr int kStep = kLanes;   // elements loaded at once
   static constexpr int kKeyVectors = 1;  // vectors that they become
   static constexpr int kValueVectors = 1;
-  static constexpr int kPair = 1;          // factors in a unit
-  static constexpr int kKeysTogether = 1;  // of a vector of keys, where rows are few
   static constexpr int kRun = 4;
 
   static constexpr int key_order(int i) { return i; }
@@ -28,9 +36,6 @@ struct Float32Units {
   static void load_values(const char* const* rows, int64_t offset, Bits (&units)[1]) {
     units[0] = (Bits)Element::load_lanes(rows[0] + offset);
   }
-  static Float multiply_add_units(Bits a, Bits b, Float c) {
-    return multiply_add((Float)a, (Float)b, c);
-  }
 };
 
 // Pairs of bfloat16 as float32: the even ones, then the odd ones. Nothing has to cross lanes.
@@ -40,13 +45,11 @@ inline void split_pairs(Bits pairs, Bits& even, Bits& odd) {
 }
 
 template <>
-struct Float32Units<Bfloat16> {
+struct Float32Units<Bfloat16> : Float32Products {
   static constexpr int kBytes = 2;
   static constexpr int kStep = 2 * kLanes;
   static constexpr int kKeyVectors = 2;
   static constexpr int kValueVectors = 2;
-  static constexpr int kPair = 1;
-  static constexpr int kKeysTogether = 1;
   static constexpr int kRun = 1;
 
   static constexpr int key_order(int i) { return i % kLanes * 2 + i / kLanes; }
@@ -56,9 +59,6 @@ struct Float32Units<Bfloat16> {
   }
   static void load_values(const char* const* rows, int64_t offset, Bits (&units)[2]) {
     load_keys(rows[0] + offset, units);
-  }
-  static Float multiply_add_units(Bits a, Bits b, Float c) {
-    return multiply_add((Float)a, (Float)b, c);
   }
 };
 
@@ -70,13 +70,11 @@ constexpr int order_of_split(int i) {
 }
 
 template <class Format>
-struct Float32Units<Fp8<Format>> {
+struct Float32Units<Fp8<Format>> : Float32Products {
   static constexpr int kBytes = 1;
   static constexpr int kStep = 64;
   static constexpr int kKeyVectors = 4;
   static constexpr int kValueVectors = 4;
-  static constexpr int kPair = 1;
-  static constexpr int kKeysTogether = 1;
   static constexpr int kRun = 1;
 
   static constexpr int key_order(int i) { return order_of_split(i); }
@@ -89,9 +87,6 @@ struct Float32Units<Fp8<Format>> {
   }
   static void load_values(const char* const* rows, int64_t offset, Bits (&units)[4]) {
     load_keys(rows[0] + offset, units);
-  }
-  static Float multiply_add_units(Bits a, Bits b, Float c) {
-    return multiply_add((Float)a, (Float)b, c);
   }
 };
 
