@@ -100,6 +100,61 @@ struct TeamPlaces {
   Place of_teams[THREADS / 32];       // of the CTA's teams
 };
 
+// What a thread finds out of a run of sequences.
+template <int TILE, bool LEAVES>
+struct SequenceRun {
+  int first, stop;
+  TileCounts counts;
+  PrefillLoad load;
+  Sequence last;
+
+  __device__ SequenceRun(const DecodeProblem& problem, int first, int stop)
+      : first(first), stop(stop), counts{0, 0}, load{0, 0}, last{} {
+#pragma unroll 1
+    for (int index = first; index < stop; ++index) {
+      last = sequence_of<TILE>(problem, index);
+      counts.add(TileCounts::of(last.tiles));
+      load.add(prefill_load_of<LEAVES>(problem, index, last));
+    }
+  }
+};
+
+// Finds the sequence that place number `place` lies in, where each lane has one sequence at most; `before`: places
+// before it, of one item. Called by the whole warp.
+template <class Run>
+__device__ inline void find_among_lanes(
+    const DecodeProblem& problem, const Run& own, int64_t before, int64_t place, TeamPlace& found) {
+  const int64_t start = before * problem.groups;
+  const int64_t places = found.shares.places_of(static_cast<int>(own.counts.total));
+  const bool is_here = own.first < own.stop && place >= start && place < start + places * problem.groups;
+  const int source = max(__ffs(__ballot_sync(0xFFFFFFFF, is_here)) - 1, 0);
+  found.place = {source, __shfl_sync(0xFFFFFFFF, start, source)};
+  found.sequence = own.last.of_lane(source);
+}
+
+// Finds the sequences that teams `first_team` to `last_team` start in, where each thread has a run of sequences.
+template <int TILE, class Run>
+__device__ inline void find_among_threads(
+    const DecodeProblem& problem, const Run& own, int64_t before, const Shares& shares, int64_t first_team,
+    int64_t last_team, Place* of_teams) {
+  const int sequences = own.stop - own.first;
+  const int64_t places = shares.span > 0 ? static_cast<int64_t>(sequences) * shares.span : own.counts.total;
+  // Most threads have no sequence that a team of this CTA starts in.
+  const bool has_start = first_team * shares.of_team < (before + places) * problem.groups &&
+                         last_team * shares.of_team >= before * problem.groups;
+#pragma unroll 1
+  for (int index = own.first; has_start && index < own.stop; ++index) {
+    const int tiles = sequences == 1 ? static_cast<int>(own.counts.total) : sequence_of<TILE>(problem, index).tiles;
+    const int64_t start = before * problem.groups;
+    before += shares.places_of(tiles);
+#pragma unroll 1
+    for (int64_t team = first_team; team <= last_team; ++team) {
+      const int64_t place = team * shares.of_team;
+      if (place >= start && place < before * problem.groups) of_teams[team - first_team] = {index, start};
+    }
+  }
+}
+
 // Called by the whole CTA, whose teams are `first_team` to `last_team`; `team`: the warp's. Up to as many sequences
 // as a warp has lanes are looked at by each warp: code that runs once takes longer to be fetched than to run.
 template <int TILE, bool LEAVES, int THREADS>
@@ -110,25 +165,17 @@ __device__ inline TeamPlace place_of_team(
   const bool is_small = sequences <= 32;
   const int run = sequences <= threads ? 1 : (sequences + threads - 1) / threads;
   const int first = is_small ? min(lane, sequences) : min(static_cast<int>(threadIdx.x) * run, sequences);
-  const int stop = min(first + run, sequences);
-  TileCounts own{0, 0};
-  PrefillLoad load{0, 0};
-  Sequence sequence{};
-#pragma unroll 1
-  for (int index = first; index < stop; ++index) {
-    sequence = sequence_of<TILE>(problem, index);
-    own.add(TileCounts::of(sequence.tiles));
-    load.add(prefill_load_of<LEAVES>(problem, index, sequence));
-  }
-  int64_t before = own.total;
+  const SequenceRun<TILE, LEAVES> own(problem, first, min(first + run, sequences));
+  int64_t before = own.counts.total;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const int64_t other = __shfl_up_sync(0xFFFFFFFF, before, distance);
     if (lane >= distance) before += other;
   }
-  TileCounts all{__shfl_sync(0xFFFFFFFF, before, 31), __reduce_max_sync(0xFFFFFFFF, own.most)};
+  TileCounts all{__shfl_sync(0xFFFFFFFF, before, 31), __reduce_max_sync(0xFFFFFFFF, own.counts.most)};
+  PrefillLoad load = own.load;
   if constexpr (LEAVES) load = load.of_warp();
-  before -= own.total;
+  before -= own.counts.total;
   if (!is_small) {
     if (lane == 0) shared.of_warps[warp] = all, shared.loads[warp] = load;
     __syncthreads();
@@ -145,29 +192,10 @@ __device__ inline TeamPlace place_of_team(
   TeamPlace found{shares, shares.places(problem, all), {}, {}};
   if (shares.span > 0) before = static_cast<int64_t>(first) * shares.span;
   if (is_small) {
-    const int64_t start = before * problem.groups, tile = team * shares.of_team;
-    const int64_t stop_tile = start + static_cast<int64_t>(shares.places_of(static_cast<int>(own.total))) * problem.groups;
-    const bool is_here = first < sequences && tile >= start && tile < stop_tile;
-    const int source = max(__ffs(__ballot_sync(0xFFFFFFFF, is_here)) - 1, 0);
-    found.place = {source, __shfl_sync(0xFFFFFFFF, start, source)};
-    found.sequence = sequence.of_lane(source);
+    find_among_lanes(problem, own, before, team * shares.of_team, found);
     return found;
   }
-  const int64_t of_own = shares.span > 0 ? static_cast<int64_t>(stop - first) * shares.span : own.total;
-  // Most threads have no sequence that a team of this CTA starts in.
-  const bool has_start = first_team * shares.of_team < (before + of_own) * problem.groups &&
-                         last_team * shares.of_team >= before * problem.groups;
-#pragma unroll 1
-  for (int index = first; has_start && index < stop; ++index) {
-    const int tiles = run == 1 ? static_cast<int>(own.total) : sequence_of<TILE>(problem, index).tiles;
-    const int64_t start = before * problem.groups;
-    before += shares.places_of(tiles);
-#pragma unroll 1
-    for (int64_t other = first_team; other <= last_team; ++other) {
-      const int64_t tile = other * shares.of_team;
-      if (tile >= start && tile < before * problem.groups) shared.of_teams[other - first_team] = {index, start};
-    }
-  }
+  find_among_threads<TILE>(problem, own, before, shares, first_team, last_team, shared.of_teams);
   __syncthreads();
   if (team * shares.of_team < found.places * problem.groups) {
     found.place = shared.of_teams[team - first_team];
