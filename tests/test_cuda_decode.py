@@ -134,13 +134,17 @@ def test_cpp_leaves_calls_without_doing_anything():
     assert torch.cuda.memory_allocated() == before
 
 
-@pytest.mark.parametrize("num_splits, kv_len, mates", [(1, 900, 300), (3, 900, 300), (64, 4500, 40)])
-def test_many_batch_mates_change_no_bit_of_a_sequence(num_splits, kv_len, mates, device):
+@pytest.mark.parametrize(
+    "num_splits, kv_len, mates, num_heads, num_kv_heads",
+    [(1, 900, 300, 4, 2), (3, 900, 300, 4, 2), (64, 4500, 20, 16, 4)],
+    ids=["whole", "three_parts", "many_parts"],
+)
+def test_many_batch_mates_change_no_bit_of_a_sequence(num_splits, kv_len, mates, num_heads, num_kv_heads, device):
     """However many parts there are to join in a call, those of a sequence are joined in one order."""
     if device == "cpu":
         pytest.skip("CUDA C++ joins parts in a launch of its own")
-    case = PagedCase(name="mates", kv_lens=[kv_len] * mates, dtype=BF16, head_dim=64,
-                     options={"num_splits": num_splits})  # fmt: skip
+    case = PagedCase(name="mates", kv_lens=[kv_len] * mates, dtype=BF16, num_heads=num_heads,
+                     num_kv_heads=num_kv_heads, options={"num_splits": num_splits})  # fmt: skip
     batch = case.build(device)
     out, lse = attend(batch)
     batch.query, batch.block_table, batch.seqused_k = batch.query[:1], batch.block_table[:1], batch.seqused_k[:1]
