@@ -24,21 +24,7 @@ namespace {
 
 #include "cpu/simd/avx512.h"
 
-#include "cpu/simd/arithmetic.h"
-
-#include "cpu/simd/conversion.h"
-
-#include "cpu/simd/elements.h"
-
-#include "cpu/simd/tile_rows.h"
-
-#include "cpu/simd/row_block.h"
-
-#include "cpu/simd/few_rows.h"
-
-#include "cpu/simd/many_rows.h"
-
-#include "cpu/simd/table.h"
+#include "cpu/simd/bodies.h"
 
 }  // namespace
 
