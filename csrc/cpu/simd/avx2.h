@@ -6,6 +6,7 @@
 
 inline constexpr int kLanes = 8;
 inline constexpr int kTileRows = 6, kTileVectors = 2;  // registers of a product's tile
+inline constexpr int kBlocksOfHead = 2;  // that are taken of a head before the next one
 
 typedef float Float __attribute__((vector_size(32)));
 typedef uint32_t Bits __attribute__((vector_size(32)));

@@ -167,6 +167,22 @@ inline int64_t steps_of(int64_t dim) {
   return (dim + Units::kStep - 1) / Units::kStep;
 }
 
+// key_order and value_order of a step's runs.
+template <class Units>
+struct StepOrder {
+  uint8_t of_keys[Units::kStep / Units::kRun] = {}, of_values[Units::kStep / Units::kRun] = {};
+
+  constexpr StepOrder() {
+    for (int i = 0; i < Units::kStep; i += Units::kRun) {
+      of_keys[i / Units::kRun] = static_cast<uint8_t>(Units::key_order(i));
+      of_values[i / Units::kRun] = static_cast<uint8_t>(Units::value_order(i));
+    }
+  }
+};
+
+template <class Units>
+inline constexpr StepOrder<Units> kStepOrder;
+
 // A query row as units that match those of keys: vectors `stride` bytes apart, each of kCopies times the
 // same elements. `row` has room for padded(dim) floats.
 template <class Units, int kCopies>
@@ -181,21 +197,25 @@ inline void load_query(
   // Where pairs are used, the query is bfloat16 as they are.
   constexpr int kBytes = Units::kPair == 1 ? 4 : 2;
   const char* const source = attention.query.at(token, head);
-  char* const natural = reinterpret_cast<char*>(row);
+  const char* natural = reinterpret_cast<char*>(row);
   if (kBytes == 4) {
     load_run(attention.query.dtype, source, dim, row);
   } else {
-    std::memcpy(natural, source, static_cast<size_t>(dim * kBytes));
+    std::memcpy(row, source, static_cast<size_t>(dim * kBytes));
   }
-  std::memset(natural + dim * kBytes, 0, static_cast<size_t>((steps * Units::kStep - dim) * kBytes));
+  std::memset(
+      reinterpret_cast<char*>(row) + dim * kBytes, 0, static_cast<size_t>((steps * Units::kStep - dim) * kBytes));
   constexpr int kElements = static_cast<int>(sizeof(Bits)) / kBytes / kCopies;  // of a vector
-  for (int64_t first = 0; first < steps * Units::kStep; first += Units::kStep) {
-    for (int i = 0; i < Units::kStep; i += Units::kRun) {
-      char* target = reinterpret_cast<char*>(units) + (first + i) / kElements * stride;
-      target += (first + i) % kElements * kBytes;
-      const char* const run = natural + (first + Units::key_order(i)) * kBytes;
-      for (int copy = 0; copy < kCopies; ++copy) {
-        std::memcpy(target + copy * kElements * kBytes, run, Units::kRun * kBytes);
+  constexpr int kRuns = kElements / Units::kRun;                                // of a vector
+  char* target = reinterpret_cast<char*>(units);
+  for (int64_t step = 0; step < steps; ++step, natural += Units::kStep * kBytes) {
+    const uint8_t* order = kStepOrder<Units>.of_keys;
+    for (int vector = 0; vector < Units::kStep / kElements; ++vector, target += stride, order += kRuns) {
+      for (int i = 0; i < kRuns; ++i) {
+        for (int copy = 0; copy < kCopies; ++copy) {
+          std::memcpy(
+              target + (copy * kRuns + i) * Units::kRun * kBytes, natural + order[i] * kBytes, Units::kRun * kBytes);
+        }
       }
     }
   }
@@ -205,8 +225,9 @@ inline void load_query(
 template <class Units>
 inline void order_sums(const float* sums, int64_t stride, int64_t dim, float* row) {
   for (int64_t first = 0; first < dim; first += Units::kStep, sums += stride) {
-    for (int i = 0; i < Units::kStep; i += Units::kRun) {
-      std::memcpy(row + first + Units::value_order(i), sums + i, Units::kRun * sizeof(float));
+    for (int i = 0; i < Units::kStep / Units::kRun; ++i) {
+      float* const run = row + first + kStepOrder<Units>.of_values[i];
+      std::memcpy(run, sums + i * Units::kRun, Units::kRun * sizeof(float));
     }
   }
 }

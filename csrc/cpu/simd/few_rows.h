@@ -7,16 +7,11 @@
 // together, tile by tile, because they share pages of memory.
 //
 // Where a token's heads are neighbours and their rows wide, keys and then values of a tile are taken in
-// the order of memory instead, all heads of a few tokens after those of the tokens before, and rows are
+// the order of memory instead, all heads of kBlocksOfHead blocks after those of the blocks before, and rows are
 // fetched as many tokens ahead. Of fp8 only the keys are.
 
 // Blocks of values whose elements are taken in several passes before the next.
 inline constexpr int kBlocksOfAPass = 8;
-
-// Of wide rows: blocks that are taken of a head at once, and from what is computed to what is fetched.
-inline constexpr int kKeyBlocks = 2;
-inline constexpr int kValueBlocks = 2;
-inline constexpr int kBlocksAhead = 2;
 
 template <class Units, bool kByToken>
 class FewRows {
@@ -28,6 +23,8 @@ class FewRows {
         group_(attention.group()),
         rows_(item.tokens * group_),
         row_blocks_((rows_ + kBlockRows - 1) / kBlockRows),
+        key_bytes_(attention.key_pool.row_bytes()),
+        value_bytes_(attention.value_pool.row_bytes()),
         key_steps_(steps_of<Units>(attention.key_pool.dim)),
         value_steps_(steps_of<Units>(attention.value_pool.dim)),
         query_units_(key_steps_ * Units::kStep / Units::kPair * Units::kKeysTogether),
@@ -207,8 +204,8 @@ class FewRows {
   void take_by_token(
       const TileTokens& tokens, const TileTokens& next, bool is_uniform, bool is_whole) {
     const int begin = tokens.begin_block(), end = tokens.end_block();
-    for (int from = begin; from < end; from += kKeyBlocks) {
-      const int to = from + kKeyBlocks < end ? from + kKeyBlocks : end;
+    for (int from = begin; from < end; from += kBlocksOfHead) {
+      const int to = from + kBlocksOfHead < end ? from + kBlocksOfHead : end;
       const TokenRun run = run_ahead(tokens.keys, tokens, next.keys, next, from, to);
       for (int64_t head = 0; head < item_.kv_heads; ++head) {
         RowsAhead ahead = keys_ahead(head, run);
@@ -235,8 +232,8 @@ class FewRows {
         weigh(head, block, begin, end, is_whole, none);
       }
     }
-    for (int from = begin; from < end; from += kValueBlocks) {
-      const int to = from + kValueBlocks < end ? from + kValueBlocks : end;
+    for (int from = begin; from < end; from += kBlocksOfHead) {
+      const int to = from + kBlocksOfHead < end ? from + kBlocksOfHead : end;
       const TokenRun run = run_ahead(tokens.values, tokens, next.values, next, from, to);
       for (int64_t head = 0; head < item_.kv_heads; ++head) {
         RowsAhead ahead = values_ahead(head, run);
@@ -261,7 +258,7 @@ class FewRows {
       const TileTokens& next,
       int from,
       int to) {
-    int block = from + kBlocksAhead, end = tokens.end_block();
+    int block = from + kBlocksOfHead, end = tokens.end_block();
     if (block >= end) {
       block += next.begin_block() - end;
       end = next.end_block();
@@ -271,10 +268,10 @@ class FewRows {
   }
 
   RowsAhead keys_ahead(int64_t head, const TokenRun& run) const {
-    return {run, key_offset(head), attention_.key_pool.row_bytes()};
+    return {run, key_offset(head), key_bytes_};
   }
   RowsAhead values_ahead(int64_t head, const TokenRun& run) const {
-    return {run, value_offset(head), attention_.value_pool.row_bytes()};
+    return {run, value_offset(head), value_bytes_};
   }
 
   int64_t key_offset(int64_t head) const { return head * attention_.key_pool.head_stride; }
@@ -468,6 +465,7 @@ class FewRows {
   const Attention& attention_;
   const AttentionItem& item_;
   const int64_t first_position_, group_, rows_, row_blocks_;
+  const int64_t key_bytes_, value_bytes_;  // of a row
   const int64_t key_steps_, value_steps_, query_units_, sum_units_;
   uint32_t* const queries_;
   float* const sums_;

@@ -12,6 +12,7 @@ inline constexpr int kTileRows = 6, kTileVectors = 4;  // registers of a product
 #else
 inline constexpr int kTileRows = 4, kTileVectors = 2;
 #endif
+inline constexpr int kBlocksOfHead = 2;  // that are taken of a head before the next one
 
 typedef float Float __attribute__((vector_size(16)));
 typedef uint32_t Bits __attribute__((vector_size(16)));

@@ -77,7 +77,7 @@ class RowsAhead {
 
   // Begins the first of so many passes, of so many moments each, that share the rows that are left.
   void begin_pass(int passes, int64_t moments) {
-    of_pass_ = (left_ + passes - 1) / passes;
+    of_pass_ = passes == 1 ? left_ : (left_ + passes - 1) / passes;
     moments_ = moments;
     due_ = 0;
   }
