@@ -92,6 +92,16 @@ struct Float32Units<Fp8<Format>> : Float32Products {
 
 #endif
 
+#ifdef TORCH_PAGEDKV_PORTABLE
+
+// Elements that are converted one by one are taken from rows of float32, made once for all query rows.
+template <>
+struct Float32Units<Float16> : Float32Units<Float32> {};
+template <class Format>
+struct Float32Units<Fp8<Format>> : Float32Units<Float32> {};
+
+#endif
+
 #ifdef TORCH_PAGEDKV_AVX512_BF16
 
 inline Bits low_pairs(__m512i a, __m512i b) { return (Bits)_mm512_unpacklo_epi16(a, b); }

@@ -37,8 +37,8 @@ class FewRows {
         row_(carver.take<float>(
             attention.key_pool.dim > attention.value_pool.dim ? padded(attention.key_pool.dim)
                                                               : padded(attention.value_pool.dim))),
-        keys_(attention.key_pool, key_steps_ * Units::kStep * Units::kBytes, carver),
-        values_(attention.value_pool, value_steps_ * Units::kStep * Units::kBytes, carver) {
+        keys_(attention.key_pool, Units(), carver),
+        values_(attention.value_pool, Units(), carver) {
     for (TileTokens& tokens : tiles_) {
       tokens.keys = carver.take<const char*>(kTile);
       tokens.values = carver.take<const char*>(kTile);

@@ -130,8 +130,8 @@ class ManyRows {
         row_(carver.take<float>(
             attention.key_pool.dim > attention.value_pool.dim ? padded(attention.key_pool.dim)
                                                               : padded(attention.value_pool.dim))),
-        keys_(attention.key_pool, key_steps_ * Units::kStep * Units::kBytes, carver),
-        values_(attention.value_pool, value_steps_ * Units::kStep * Units::kBytes, carver) {
+        keys_(attention.key_pool, Units(), carver),
+        values_(attention.value_pool, Units(), carver) {
     tokens_.keys = carver.take<const char*>(kTile);
     tokens_.values = carver.take<const char*>(kTile);
   }

@@ -2,6 +2,7 @@
 //
 // A body, not a header: a file of kernels includes it inside of its own namespace.
 
+#define TORCH_PAGEDKV_PORTABLE
 #ifdef __SSE2__
 #define TORCH_PAGEDKV_STREAMS
 #endif
@@ -49,18 +50,22 @@ inline float sum_lanes(Float x) { return (x[0] + x[2]) + (x[1] + x[3]); }
   return __builtin_shuffle(even, odd, low) + __builtin_shuffle(even, odd, high);
 }
 
-inline Float load_bfloat16(const char* source) {
+inline Bits load_halves(const char* source) {
   uint16_t stored[4];
   std::memcpy(stored, source, sizeof stored);
-  return (Float)(Bits{stored[0], stored[1], stored[2], stored[3]} << 16);
+  return Bits{stored[0], stored[1], stored[2], stored[3]};
 }
 
+inline Float load_bfloat16(const char* source) { return (Float)(load_halves(source) << 16); }
+
+// half_to_float of four.
 inline Float load_half(const char* source) {
-  uint16_t stored[4];
-  std::memcpy(stored, source, sizeof stored);
-  Float result;
-  for (int i = 0; i < 4; ++i) result[i] = half_to_float(stored[i]);
-  return result;
+  const Int half = (Int)load_halves(source), shifted = (half & 0x7FFF) << 13;
+  const Int rebias = Int{} + (112 << 23), smallest_normal = Int{} + 0x38800000;
+  const Int normal = shifted + rebias + (rebias & (shifted >= 0x0F800000));  // with infinities and NaN
+  const Int subnormal = (Int)((Float)(shifted + smallest_normal) - (Float)smallest_normal);
+  const Int magnitude = shifted < 0x00800000 ? subnormal : normal;
+  return (Float)(magnitude | (half & 0x8000) << 16);
 }
 
 template <class Format>

@@ -109,17 +109,22 @@ class RowsAhead {
   int64_t head_offset_ = 0, row_bytes_ = 0;
 };
 
-// Rows of one KV head of a tile, or copies of them that are padded with zeros to whole steps.
+// Rows of one KV head of a tile as Units load them: where they are, or copies that are padded with zeros to whole
+// steps, and widened to float32 where Units take that of narrower elements.
 class TileRows {
  public:
-  TileRows(const Pool& pool, int64_t row_bytes, Carver& carver)
-      : pool_bytes_(pool.row_bytes()), row_bytes_(row_bytes), is_padded_(row_bytes != pool_bytes_) {
+  template <class Units>
+  TileRows(const Pool& pool, const Units&, Carver& carver)
+      : pool_(pool),
+        row_bytes_(steps_of<Units>(pool.dim) * Units::kStep * Units::kBytes),
+        is_widened_(pool.dim * Units::kBytes != pool.row_bytes()),
+        is_copied_(row_bytes_ != pool.row_bytes()) {
     rows = carver.take<const char*>(kTile);
-    zeros_ = carver.take<char>(row_bytes);
-    std::memset(zeros_, 0, static_cast<size_t>(row_bytes));
-    if (!is_padded_) return;
-    copies_ = carver.take<char>(kTile * row_bytes);
-    std::memset(copies_, 0, static_cast<size_t>(kTile * row_bytes));
+    zeros_ = carver.take<char>(row_bytes_);
+    std::memset(zeros_, 0, static_cast<size_t>(row_bytes_));
+    if (!is_copied_) return;
+    copies_ = carver.take<char>(kTile * row_bytes_);
+    std::memset(copies_, 0, static_cast<size_t>(kTile * row_bytes_));
   }
 
   // Takes [first, last) of the tokens. Other rows of whole blocks of keys are zeros or, where
@@ -127,12 +132,12 @@ class TileRows {
   void take(const char* const* tokens, int64_t head_offset, int first, int last, bool zeros) {
     const int begin = first / kBlockKeys * kBlockKeys;
     const int end = (last + kBlockKeys - 1) / kBlockKeys * kBlockKeys;
-    if (!is_padded_ && first == 0 && last == kTile) {
+    if (!is_copied_ && first == 0 && last == kTile) {
       // Quickly: while addresses are made, nothing is asked of the memory.
       for (int n = 0; n < kTile; ++n) rows[n] = tokens[n] + head_offset;
       return;
     }
-    if (!is_padded_ && (!zeros || (first == begin && last == end))) {
+    if (!is_copied_ && (!zeros || (first == begin && last == end))) {
       for (int n = begin; n < end; ++n) rows[n] = tokens[n] + head_offset;
       return;
     }
@@ -140,9 +145,9 @@ class TileRows {
       const bool is_used = first <= n && n < last;
       if (zeros && !is_used) {
         rows[n] = zeros_;
-      } else if (is_padded_) {
+      } else if (is_copied_) {
         char* const copy = copies_ + n * row_bytes_;
-        std::memcpy(copy, tokens[n] + head_offset, static_cast<size_t>(pool_bytes_));
+        copy_row(tokens[n] + head_offset, copy);
         rows[n] = copy;
       } else {
         rows[n] = tokens[n] + head_offset;
@@ -155,8 +160,17 @@ class TileRows {
   const char** rows;
 
  private:
-  int64_t pool_bytes_, row_bytes_;
-  bool is_padded_;
+  void copy_row(const char* source, char* copy) const {
+    if (is_widened_) {
+      load_run(pool_.dtype, source, pool_.dim, reinterpret_cast<float*>(copy));
+    } else {
+      std::memcpy(copy, source, static_cast<size_t>(pool_.row_bytes()));
+    }
+  }
+
+  const Pool& pool_;
+  int64_t row_bytes_;
+  bool is_widened_, is_copied_;
   char* zeros_;
   char* copies_ = nullptr;
 };
