@@ -7,7 +7,7 @@
 inline constexpr int kLanes = 16;
 inline constexpr int kTileRows = 6, kTileVectors = 4;  // registers of a product's tile
 // Blocks of keys or values that are taken of a head before the next one. Of more of them sums are loaded and stored
-// less often; the memory of CPUs that are taken to multiply bfloat16 wants few (docs/measured.md).
+// less often; from the memory of AMD's CPUs, on which bfloat16 is multiplied, few of them come sooner.
 #ifdef TORCH_PAGEDKV_AVX512_BF16
 inline constexpr int kBlocksOfHead = 2;
 #else
