@@ -59,6 +59,12 @@ def test_breaks_recompiles_copies_and_failures_are_found(monkeypatch, capsys):
     assert main(["doctor", "--device", "cpu"]) == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_a_sentence(capsys):
+    assert main(["doctor", "--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "doctor: --device must be cpu where torch finds no GPU, got cuda\n"
+
+
 def test_a_step_of_two_graphs_is_found():
     counts = dict(graph_breaks=0, recompiles=0, pool_copies=0)
     healthy = [doctor.Finding("some", **counts, graph_launches=launches).is_healthy for launches in (None, 0, 1, 2)]

@@ -201,6 +201,7 @@ BAD = [
     ({"softmax_scale": True}, TypeError, "softmax_scale must be a number, got True"),
     ({"causal": 1}, TypeError, "causal must be a bool, got 1"),
     ({"num_splits": -1}, ValueError, "num_splits must be >= 0"),
+    ({"num_splits": 2**63}, ValueError, "num_splits must be less than 2"),
     ({"num_splits": 1.0}, TypeError, "num_splits must be an integer, got 1.0"),
     ({"alibi_slopes": torch.ones(2)}, ValueError, "alibi_slopes must have num_heads = 4"),
     ({"alibi_slopes": [1.0] * 4}, TypeError, "alibi_slopes must be a tensor or None, got list"),

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from cases import BF16, E4M3, E5M2, FP16, FP32
@@ -69,6 +70,13 @@ def test_unaliased_pools_keep_their_memory(device):
     del cache
     others = [torch.zeros(5760 // 4, device=device) for _ in range(8)]
     assert len(others) == 8 and bool((key_cache == 7).all())
+
+
+def test_pools_without_memory_are_not_given_out():
+    with pytest.raises(ValueError, match="unaliased: the pools must have memory, got a Tensor on meta"):
+        make(device="meta").unaliased()
+    with FakeTensorMode(), pytest.raises(ValueError, match="must have memory, got a FakeTensor on cpu"):
+        make(device="cpu").unaliased()
 
 
 def test_unaliased_pools_of_an_empty_cache(device):

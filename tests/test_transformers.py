@@ -319,6 +319,29 @@ def test_refuses_dropout_and_layers_of_another_kind():
         paged.paged_attention_forward(model.model.layers[0].self_attn, *[torch.zeros(1, 2, 3, 4)] * 3, None)
 
 
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (transformers.DiffLlamaConfig(), "layers must attend once, to one set of values, got diffllama"),
+        (transformers.RecurrentGemmaConfig(), "layers must be full_attention .*, got recurrent"),
+        (transformers.RwkvConfig(), "config must have num_attention_heads, got a RwkvConfig without"),
+    ],
+)
+def test_refuses_models_with_another_state(config, sentence):
+    with pytest.raises(NotImplementedError, match=sentence):
+        paged.make_cache(config, num_blocks=1, dtype=torch.float32, device="cpu")
+
+
+def test_refuses_models_with_attention_of_their_own():
+    options = {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 8, "vocab_size": 64}
+    config = transformers.CodeGenConfig(**options, attn_implementation=paged.ATTN_IMPLEMENTATION)
+    model = transformers.CodeGenForCausalLM(config).eval()
+    cache = paged.make_cache(config, num_blocks=2, dtype=torch.float32, device="cpu")
+    batch = PagedBatch.from_sequences([[0]], [3], [3], block_size=16, device="cpu")
+    with pytest.raises(NotImplementedError, match="attention interface, got CodeGenForCausalLM, which"):
+        paged.forward(model, torch.arange(3), torch.arange(3), cache, batch)
+
+
 def test_refuses_masks_joined_with_a_rule_of_the_model():
     model = make_model("Gemma3Text", use_bidirectional_attention=True)
     model.set_attn_implementation(paged.ATTN_IMPLEMENTATION)

@@ -70,6 +70,9 @@ def print_findings(options: argparse.Namespace) -> int:
     def show(text: str) -> None:
         print(f"\r{text}\033[K" if is_live else text, end="" if is_live else "\n", file=sys.stderr, flush=True)
 
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("doctor: --device must be cpu where torch finds no GPU, got cuda", file=sys.stderr)
+        return 2
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     findings = list(examine(device, show))
     if is_live:

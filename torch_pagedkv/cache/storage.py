@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from torch_pagedkv.cache.argument_checks import check_integer, check_pairs
@@ -172,6 +173,9 @@ class PagedKVCache:
         Returns:
             num_layers pairs (key_cache, value_cache) like ``cache[layer]``.
 
+        Raises:
+            ValueError: the pools have no memory (the device meta, FakeTensorMode).
+
         Not checked:
             What torch does not know it can not look after. A compiled function must not be given both
             these and the cache. Writes to one are not counted in the version of the other. Do not
@@ -187,6 +191,11 @@ class PagedKVCache:
 
         Source: DLPack, by which tensors of other libraries share memory.
         """
+        if self.storage.is_meta or isinstance(self.storage, FakeTensor):
+            raise ValueError(
+                "PagedKVCache.unaliased: the pools must have memory, got a "
+                f"{type(self.storage).__name__} on {self.storage.device}"
+            )
         with torch.inference_mode(False):
             return [tuple(torch.from_dlpack(p) if p.numel() else p for p in pair) for pair in self]
 

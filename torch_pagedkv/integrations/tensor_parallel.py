@@ -74,9 +74,10 @@ def register() -> None:
 
     Pools are sharded on their KV heads, ``Shard(2)``, or replicated, and that decides: queries, keys and
     values go along on their heads, ``Shard(1)``, tables, lengths, slots and ids are replicated, sinks,
-    slopes and scales for each head are ``Shard(0)``. An argument that is replicated where a shard is
-    wanted is cut, which costs nothing; one that is sharded elsewhere is redistributed, as DTensor does
-    for any op. Pools never are: they are written in place, so a placement that does not fit raises.
+    slopes and scales for each head are ``Shard(0)``. Of the former, one that is replicated where a
+    shard is wanted is cut, which costs nothing, and one that is sharded elsewhere is redistributed, as
+    DTensor does for any op; sinks, slopes and scales, which it does not redistribute, must be placed as
+    said, or raise. Pools never are: they are written in place, so a placement that does not fit raises.
     ``paged_attention`` gives out ``Shard(1)`` and lse ``Shard(0)``; ``gather_kv`` gives ``Shard(2)``.
     Calling it again changes nothing.
 

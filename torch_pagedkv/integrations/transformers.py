@@ -19,6 +19,7 @@ from torch_pagedkv.integrations.transformers_models import (
     NOT_PASSED,
     check_call,
     check_layer_types,
+    check_model,
     find_kv_shape,
     find_window,
 )
@@ -270,6 +271,8 @@ def forward(
     Raises:
         ValueError: the model has another attention implementation, or what
             ``paged_attention_forward`` refuses.
+        NotImplementedError: the model has attention of its own and would not use the pools (looked at
+            outside of compiled functions).
 
     Not checked:
         That positions and the batch describe the same tokens. Rotary embeddings whose scaling
@@ -300,6 +303,8 @@ def forward(
             f"forward: model must have attn_implementation={ATTN_IMPLEMENTATION!r} (register() it, "
             f"then model.set_attn_implementation({ATTN_IMPLEMENTATION!r})), got {implementation!r}"
         )
+    if not torch.compiler.is_compiling():
+        check_model("forward", model)
     output = model(
         input_ids=input_ids.unsqueeze(0),
         position_ids=positions.unsqueeze(0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 # What models hand to every attention function and what changes nothing about attention.
 _NOT_ABOUT_ATTENTION = frozenset(
@@ -18,7 +18,9 @@ _NOT_ABOUT_ATTENTION = frozenset(
         "use_cache",
     )
 )
-_KNOWN_LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
+_KNOWN_LAYER_TYPES = frozenset(("full_attention", "sliding_attention", "attention"))
+# Their layers attend twice, to the same keys with other values: the second would overwrite those of the first.
+_ATTEND_TWICE = frozenset(("diffllama",))
 
 # Tells a layer whose model passes no window argument at all from one that has no window.
 NOT_PASSED: Any = object()
@@ -61,11 +63,25 @@ def check_call(
 
 def check_layer_types(name: str, config: PretrainedConfig) -> None:
     """Refuse models with layers that keep another state than keys and values, or mask otherwise."""
-    layer_types = getattr(config, "layer_types", None) or ()
+    if config.model_type in _ATTEND_TWICE:
+        raise NotImplementedError(
+            f"{name}: the model's layers must attend once, to one set of values, got {config.model_type}"
+        )
+    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     unknown = sorted(set(layer_types) - _KNOWN_LAYER_TYPES)
     if unknown:
         raise NotImplementedError(
             f"{name}: the model's layers must be full_attention or sliding_attention, got {', '.join(unknown)}"
+        )
+
+
+def check_model(name: str, model: torch.nn.Module) -> None:
+    """Refuse models that never call the attention function: they would attend without the pools, and silently."""
+    classes = [c for c in type(model).__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel]
+    if classes and not any(c._can_set_attn_implementation() for c in classes):
+        raise NotImplementedError(
+            f"{name}: model must call transformers' attention interface, got {type(model).__name__}, "
+            "which has attention of its own"
         )
 
 
@@ -91,7 +107,7 @@ def find_kv_shape(name: str, config: PretrainedConfig) -> tuple[int, int, int]:
     """Return the (num_kv_heads, head_dim, value_head_dim) of all layers of a text config."""
     is_heterogeneous = getattr(config, "is_heterogeneous", False)
     layers = config.per_layer_config if is_heterogeneous else [config]
-    shapes = sorted({_kv_shape_of(layer) for layer in layers})
+    shapes = sorted({_kv_shape_of(name, layer) for layer in layers})
     if len(shapes) > 1:
         raise NotImplementedError(
             f"{name}: the model's layers must have one KV shape, got (num_kv_heads, head_dim, "
@@ -101,8 +117,12 @@ def find_kv_shape(name: str, config: PretrainedConfig) -> tuple[int, int, int]:
     return shapes[0]
 
 
-def _kv_shape_of(config: PretrainedConfig) -> tuple[int, int, int]:
-    num_heads = config.num_attention_heads
+def _kv_shape_of(name: str, config: PretrainedConfig) -> tuple[int, int, int]:
+    num_heads = getattr(config, "num_attention_heads", None)
+    if num_heads is None:
+        raise NotImplementedError(
+            f"{name}: config must have num_attention_heads, got a {type(config).__name__} without"
+        )
     if getattr(config, "qk_nope_head_dim", None):
         # Latent attention: transformers expands keys and values to all heads.
         return num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim

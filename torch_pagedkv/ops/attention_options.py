@@ -36,6 +36,8 @@ def check_options(op: str, softmax_scale: float | None, softcap: float, num_spli
         raise ValueError(f"{op}: softcap must be 0 (off) or normal in float32, got {softcap}")
     if num_splits < 0:
         raise ValueError(f"{op}: num_splits must be >= 0 (0: the kernel chooses), got {num_splits}")
+    if num_splits > INT64_MAX:
+        raise ValueError(f"{op}: num_splits must be less than 2**63, got {num_splits}")
 
 
 def are_exact(softmax_scale: object, causal: object, window_size: object, softcap: object, num_splits: object) -> bool:

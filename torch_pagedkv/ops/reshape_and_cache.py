@@ -72,7 +72,8 @@ def reshape_and_cache(
 
     Not checked:
         On CUDA a slot past the pool writes nothing and raises nothing (but see ``checks``). Of two
-        tokens with one slot the last wins on CPU, either one on CUDA.
+        tokens with one slot the last wins on CPU, either one on CUDA. Keys and values that lie in the
+        pools themselves, where the call writes: what is read of them may be what it wrote.
 
     Example:
         >>> import torch, torch_pagedkv
